@@ -177,5 +177,5 @@ async def world(root: Path) -> AsyncIterator[FaultNode]:
             await asyncio.to_thread(_run, "umount", "--lazy", str(root / "run"))
 
 
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True)
+def _run(*argv: str) -> None:
+    subprocess.run(argv, check=True)

@@ -127,9 +127,9 @@ def figures(seed: int) -> list[Figure]:
         alone = runner.run(_played(_NeverHedges, seed))
         hedged = runner.run(_played(Gateway, seed))
     rows = [
-        figure(f"a group's last reward, p{100 * q:g}, {told}", quantile(one.last_s, q), "s")
+        figure(f"a group's last reward, p{100 * q:g}, {which}", quantile(one.last_s, q), "s")
         for q in (0.5, 0.99)
-        for told, one in (("one worker", alone), ("hedged", hedged))
+        for which, one in (("one worker", alone), ("hedged", hedged))
     ]
     count = _GROUPS * _MEMBERS
     return [

@@ -34,7 +34,7 @@ _PAPER = replace(_FIFO, placement=PolicyName.ROSE_PAPER, stall_s=STALL_S)
 
 POLICIES: Mapping[str, RegimeRules] = {
     "joint": _OURS,
-    "joint, ends told": replace(_OURS, ends=Ends.TOLD),
+    "joint, ends told": replace(_OURS, ends=Ends.REPORTED),
     "joint, ends unknown": replace(_OURS, ends=Ends.UNKNOWN),
     "rose-paper": replace(_PAPER, keeps=False),
     "rose-paper + keeping": _PAPER,

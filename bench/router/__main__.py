@@ -400,8 +400,8 @@ async def run(given: argparse.Namespace) -> list[Figure]:
 
 def _python(path: str) -> str:
     """Version and build of a Python."""
-    says = "import platform; print(platform.python_version(), *platform.python_build())"
-    made = subprocess.run([path, "-c", says], check=True, capture_output=True, text=True)
+    program = "import platform; print(platform.python_version(), *platform.python_build())"
+    made = subprocess.run([path, "-c", program], check=True, capture_output=True, text=True)
     return made.stdout.strip()
 
 

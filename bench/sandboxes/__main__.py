@@ -115,20 +115,20 @@ async def ours(host: Host, runtime: Real, task: Task, tally: Tally) -> int:
     name = task.name
     await host.create(name)
     ids: list[int] = []
-    told = await host.state(name)
+    status = await host.state(name)
     try:
         for number, turn in enumerate(task.turns):
             await host.exec(name, turn, TURN_SECONDS, name=f"{number}", shell=task.session)
             ids += range(50)
-            before = told.bytes
-            told = await host.checkpoint(name, ids)
-            tally.bytes += told.bytes - before
-            tally.saving.append(told.seconds)
-            tally.actions[told.action] += 1
+            before = status.bytes
+            status = await host.checkpoint(name, ids)
+            tally.bytes += status.bytes - before
+            tally.saving.append(status.seconds)
+            tally.actions[status.action] += 1
             (box,) = [one for one in await runtime.sandboxes() if one.key == key_of(name)]
             await kill(runtime, box)
             began = time.monotonic()
-            told = (await host.restore(name)).told
+            status = (await host.restore(name)).told
             tally.restoring.append(time.monotonic() - began)
         return (await host.exec(name, task.verify, TURN_SECONDS, shell=None)).exit_code
     finally:

@@ -94,10 +94,10 @@ async def _play(
         else:
             facts = await runtime.facts(box)
             started = time.perf_counter()
-            said = await inspector.effects("task", facts)
+            verdict = await inspector.effects("task", facts)
             times.looks.append(time.perf_counter() - started)
             await inspector.saved("task")
-            times.classes[said.kind.value] += 1
+            times.classes[verdict.kind.value] += 1
     solved = (await runtime.exec(box, task.verify, 60)).exit_code == 0
     await runtime.end(box)
     return solved

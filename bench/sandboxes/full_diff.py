@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_sandbox.inspector.witness import said_by_shell
+from rose_sandbox.inspector.witness import shell_state
 from rose_sandbox.runtimes.runtime import Facts
 
 _PIECE = 1 << 20
@@ -106,20 +106,20 @@ def _processes(facts: Facts) -> dict[tuple[int, str], tuple[object, ...]]:
             continue
         at = Path("/proc", str(pid))
         with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            words = (at / "stat").read_text().rpartition(") ")[2].split()
+            fields = (at / "stat").read_text().rpartition(") ")[2].split()
             line = (at / "cmdline").read_bytes()
-            if words[0] == "Z" or not line:
+            if fields[0] == "Z" or not line:
                 continue
-            said = said_by_shell(pid, facts.init)
-            memory = _memory(at) if said is None else hashlib.sha256(said.encode()).hexdigest()
+            state = shell_state(pid, facts.init)
+            memory = _memory(at) if state is None else hashlib.sha256(state.encode()).hexdigest()
             about = (line, str((at / "cwd").readlink()), *_settings(at))
-            found[pid, words[19]] = (*about, _open(at), memory)
+            found[pid, fields[19]] = (*about, _open(at), memory)
     return found
 
 
 def _settings(at: Path) -> tuple[object, ...]:
-    told = dict(_SETTING.findall((at / "status").read_text()))
-    return tuple(sorted(told.items())), (at / "limits").read_text()
+    limits = dict(_SETTING.findall((at / "status").read_text()))
+    return tuple(sorted(limits.items())), (at / "limits").read_text()
 
 
 def _open(at: Path) -> tuple[tuple[str, str, str], ...]:
@@ -127,8 +127,8 @@ def _open(at: Path) -> tuple[tuple[str, str, str], ...]:
     for entry in (at / "fd").iterdir():
         with suppress(FileNotFoundError):
             target = str(entry.readlink())
-            told = (at / "fdinfo" / entry.name).read_text()
-            place = re.search(r"^pos:\s*(\d+)", told, re.MULTILINE)
+            limits = (at / "fdinfo" / entry.name).read_text()
+            place = re.search(r"^pos:\s*(\d+)", limits, re.MULTILINE)
             own = target.startswith("/run/rose/")
             found.append((entry.name, "" if own else target, place[1] if place and not own else ""))
     return tuple(sorted(found))
@@ -141,7 +141,7 @@ def _memory(at: Path) -> str:
             place, rights, *_ = row.split(maxsplit=2)
             if rights[1] != "w" or rights[3] != "p":
                 continue
-            begin, end = (int(word, 16) for word in place.split("-"))
+            begin, end = (int(part, 16) for part in place.split("-"))
             memory.seek(begin)
             digest.update(f"{begin:x}-{end:x}".encode())
             for start in range(begin, end, _PIECE):

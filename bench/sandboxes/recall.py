@@ -53,16 +53,17 @@ class Tally:
     """Of one kind of turns.
 
     Attributes:
-        turns, idle, told: all; those that the diff finds nothing in; those of them told so.
+        turns, idle, unchanged: all; those that the diff finds nothing in; those of them told so.
         missed: commands that changed something and were told not to, with both words.
-        untold: what the inspector took for a change where there was none, with one command of each.
+        unclear: what the inspector took for a change where there was none, with one command of
+            each.
     """
 
     turns: int = 0
     idle: int = 0
-    told: int = 0
+    unchanged: int = 0
     missed: list[str] = field(default_factory=list)
-    untold: Counter[str] = field(default_factory=Counter)
+    unclear: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
 
@@ -86,21 +87,21 @@ async def play(runtime: RuncRuntime, inspector: BpfInspector, script: Script, ta
         await runtime.exec(box, command, SECONDS, session=script.session)
         facts = await runtime.facts(box)
         first = await asyncio.to_thread(full_state, facts)
-        said = await inspector.effects(script.name, facts)
+        verdict = await inspector.effects(script.name, facts)
         now = first, await asyncio.to_thread(full_state, await runtime.facts(box))
         await inspector.saved(script.name)
         files, processes = surely_changed(before, now)
         nothing = surely_same(before, now)
         tally.turns += 1
         tally.idle += nothing
-        wrong = (files and not said.files) or (processes and not said.processes)
-        if wrong and not said.unknown:
-            tally.missed.append(f"{command} ({files=}, {processes=}, {said.kind.value})")
+        wrong = (files and not verdict.files) or (processes and not verdict.processes)
+        if wrong and not verdict.unknown:
+            tally.missed.append(f"{command} ({files=}, {processes=}, {verdict.kind.value})")
         if nothing:
-            tally.told += said.kind.value == "none"
-            if said.kind.value != "none":
-                why = "; ".join((said.kind.value, *said.unknown, *said.why))
-                tally.untold[why] += 1
+            tally.unchanged += verdict.kind.value == "none"
+            if verdict.kind.value != "none":
+                why = "; ".join((verdict.kind.value, *verdict.unknown, *verdict.why))
+                tally.unclear[why] += 1
                 tally.examples.setdefault(why, command)
         before = now
     await inspector.forget(script.name)
@@ -117,7 +118,7 @@ async def measure(root: Path, scripts: dict[str, Sequence[Script]]) -> dict[str,
                 for script in several:
                     await play(runtime, inspector, script, found[kind])
                 tally = found[kind]
-                sys.stdout.write(f"{kind}: {tally.told} of {tally.idle} of {tally.turns}\n")
+                sys.stdout.write(f"{kind}: {tally.unchanged} of {tally.idle} of {tally.turns}\n")
                 sys.stdout.flush()
         finally:
             await inspector.close()
@@ -133,7 +134,7 @@ def figures(found: dict[str, Tally]) -> list[Figure]:
             figure(f"{kind}: need no checkpoint", 100 * tally.idle / max(1, tally.turns), "%"),
             figure(
                 f"{kind}: of these, told so",
-                100 * tally.told / max(1, tally.idle),
+                100 * tally.unchanged / max(1, tally.idle),
                 "%",
                 at_least=70,
             ),
@@ -167,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         notes += [f"{kind}: changed, told none: {command}" for command in tally.missed]
         notes += [
             f"{kind}: nothing changed, told otherwise {count} times ({why}): {tally.examples[why]}"
-            for why, count in tally.untold.most_common()
+            for why, count in tally.unclear.most_common()
         ]
     record("sandbox-recall", figures(found), notes=notes)
     return 0

@@ -102,8 +102,8 @@ class Agents:
 
     async def fork(self, session: str, n: int) -> tuple[list[str], int]:
         """Fork after the last turn; the children, and how many tokens they inherit."""
-        told = await self._post(f"/sessions/{session}/fork", {"n": n})
-        return told["sessions"], told["tokens"]
+        answer = await self._post(f"/sessions/{session}/fork", {"n": n})
+        return answer["sessions"], answer["tokens"]
 
     async def go_on(self, sessions: Sequence[str], ids: Sequence[int]) -> list[Child]:
         """All sessions ask for a turn after the same tokens, at once."""

@@ -133,12 +133,12 @@ class Stage:
             await self.host.turn_began(name, ids, wait=self.wait)
             await asyncio.sleep(seconds)
             ready = time.monotonic()
-            told = await self.host.tokens_ready(name)
+            checked = await self.host.tokens_ready(name)
             self.tally.held += time.monotonic() - ready
-            self.tally.actions[turn.changes, told.action] += 1
-            self.tally.saving[told.action].append(told.seconds)
+            self.tally.actions[turn.changes, checked.action] += 1
+            self.tally.saving[checked.action].append(checked.seconds)
             if self.way != "ours" and number == script.lost:
-                await self._lose(name, told.turn)
+                await self._lose(name, checked.turn)
         self.tally.seconds += time.monotonic() - began
 
     async def suspend_and_resume(self, name: str) -> None:
@@ -187,7 +187,7 @@ def figures(found: dict[str, Tally], call: float, written: Sequence[Script]) -> 
     free, own, lost = (found[way] for way in WAYS)
     turns = sum(own.actions.values())
     idle = sum(count for (changes, _), count in own.actions.items() if not changes)
-    told = own.actions[False, "none"]
+    checked = own.actions[False, "none"]
     missed = own.actions[True, "none"]
     restores = sorted(lost.restoring)
     return [
@@ -203,9 +203,9 @@ def figures(found: dict[str, Tally], call: float, written: Sequence[Script]) -> 
         figure("one loss each: restore, slowest", restores[-1], "s", at_most=1),
         figure("inspector: a traced call", call, "ns", at_most=1000),
         figure("turns whose command changes nothing", 100 * idle / turns, "%"),
-        figure("of these, told so", 100 * told / idle, "%", at_least=70),
+        figure("of these, told so", 100 * checked / idle, "%", at_least=70),
         figure("turns that change something, told to change nothing", missed, "", at_most=0),
-        figure("turns that were told to need no checkpoint", 100 * (told + missed) / turns, "%"),
+        figure("turns that were told to need no checkpoint", 100 * (checked + missed) / turns, "%"),
         *(
             figure(f"ours: a boundary that ends in {action}, median", statistics.median(took), "s")
             for action, took in sorted(own.saving.items())

@@ -155,7 +155,7 @@ class _Verification:
     async def _copy(self, pool: Pool, number: int) -> None:
         name = self.one.reward.function
         try:
-            said, took = await pool.verify(name, self.body, self.seconds, self.apart)
+            returned, took = await pool.verify(name, self.body, self.seconds, self.apart)
         except Exception as error:  # noqa: BLE001  # whoever waits for the verdict is told
             self._open -= 1
             # While another copy runs there may be a verdict yet.
@@ -163,7 +163,7 @@ class _Verification:
                 self.verdict.set_exception(error)
         else:
             if not self.verdict.done():
-                self.verdict.set_result((said, took, number))
+                self.verdict.set_result((returned, took, number))
 
 
 @dataclass
@@ -538,10 +538,10 @@ class Gateway:
         if function.judge is not None:
             return await self._judged(function, reward)
         body = msgspec.json.encode(
-            {word: getattr(reward, word) for word in ("answer", "expected", "task", "data")}
+            {part: getattr(reward, part) for part in ("answer", "expected", "task", "data")}
         )
         seconds = self.limits.limit(reward.function, one.task, function.seconds)
-        said = "it was not tried"
+        failure = "it was not tried"
         apart = set[object]()
         failed = killed = 0
         most_killed = _MOST_KILLED if function.tries > 1 else 1  # of one try nothing runs twice
@@ -556,11 +556,11 @@ class Gateway:
                     killed += 1
                 else:
                     failed += 1
-                said = f"{error} (tried {failed + killed} times)"
+                failure = f"{error} (tried {failed + killed} times)"
                 continue
             self._demand[function.team].times.append(took)
             return result_of(found, function.correct_from, took)
-        return Lost(f"WorkerEnded: {said}")
+        return Lost(f"WorkerEnded: {failure}")
 
     async def _verdict(self, given: _Verification) -> tuple[object, float]:
         """The first verdict; raises what the last of its copies raised where there is none."""
@@ -588,7 +588,7 @@ class Gateway:
 
     async def _judged(self, function: RewardFunction, reward: Reward) -> Result:
         began = self.clock()
-        fields = {word: str(getattr(reward, word)) for word in ("answer", "expected", "task")}
+        fields = {part: str(getattr(reward, part)) for part in ("answer", "expected", "task")}
         try:
             found = await judge.verdict(function, self.session, fields)
         except WorkerEnded as error:

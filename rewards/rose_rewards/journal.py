@@ -82,11 +82,11 @@ class ResultJournal:
         rows = self._db.execute(
             "SELECT team, trajectory, digest, said, checksum FROM results ORDER BY number"
         )
-        for team, trajectory, digest, said, checksum in rows:
-            if _sum(team, trajectory, digest, said) != checksum:
+        for team, trajectory, digest, encoded, checksum in rows:
+            if _sum(team, trajectory, digest, encoded) != checksum:
                 LOG.warning("the result of %s is torn; it is computed anew", trajectory)
                 continue
-            result = msgspec.json.decode(said, type=Scored | Masked)
+            result = msgspec.json.decode(encoded, type=Scored | Masked)
             yield KnownResult((team, trajectory), digest, result)
 
     def record(self, results: Iterable[KnownResult]) -> None:
@@ -97,8 +97,8 @@ class ResultJournal:
         """
         rows = []
         for one in results:
-            said = msgspec.json.encode(one.result)
-            rows.append((*one.key, one.digest, said, _sum(*one.key, one.digest, said)))
+            encoded = msgspec.json.encode(one.result)
+            rows.append((*one.key, one.digest, encoded, _sum(*one.key, one.digest, encoded)))
         with self._db:
             self._db.executemany(
                 "INSERT OR REPLACE INTO results (team, trajectory, digest, said, checksum) "
@@ -116,5 +116,5 @@ class ResultJournal:
         self._lock.close()
 
 
-def _sum(team: str, trajectory: str, digest: bytes, said: bytes) -> int:
-    return zlib.crc32(msgspec.msgpack.encode((team, trajectory, digest, said)))
+def _sum(team: str, trajectory: str, digest: bytes, encoded: bytes) -> int:
+    return zlib.crc32(msgspec.msgpack.encode((team, trajectory, digest, encoded)))

@@ -44,7 +44,7 @@ async def verdict(
         "temperature": 0,
     }
     url = f"{str(function.judge).rstrip('/')}/v1/chat/completions"
-    said, asked, failed = "it had not answered yet", 0, 0
+    problem, asked, failed = "it had not answered yet", 0, 0
     try:
         async with asyncio.timeout(function.seconds):
             while failed < function.tries:
@@ -59,19 +59,19 @@ async def verdict(
                             answer = await reply.json()
                             found = _NUMBER.findall(str(answer["choices"][0]["message"]["content"]))
                             return float(found[-1]) if found else None
-                        said = f"{reply.status}: {(await reply.text())[:200]}"
+                        problem = f"{reply.status}: {(await reply.text())[:200]}"
                         if reply.status not in _AWAY | {_FAILED}:
                             break
                         failed += reply.status == _FAILED
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                    said = f"{type(error).__name__}: {error}"
+                    problem = f"{type(error).__name__}: {error}"
                 except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
-                    said = f"{type(error).__name__}: {error}"
+                    problem = f"{type(error).__name__}: {error}"
                     failed += 1
     except TimeoutError as error:
-        message = f"judge {function.judge}: no verdict within {function.seconds:g} s; {said}"
+        message = f"judge {function.judge}: no verdict within {function.seconds:g} s; {problem}"
         raise WorkerEnded(message) from error
-    message = f"judge {function.judge}, asked {asked} times: {said}"
+    message = f"judge {function.judge}, asked {asked} times: {problem}"
     raise WorkerEnded(message)
 
 

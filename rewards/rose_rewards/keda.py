@@ -68,8 +68,8 @@ def _messages() -> dict[str, Any]:
             made = next((one for one in file.message_type if one.name == name), None) or (
                 file.message_type.add(name=name)
             )
-        for number, (word, kind, label, of) in enumerate(fields, start=1):
-            field = made.field.add(name=word, number=number, type=kind, label=label)
+        for number, (field_name, kind, label, of) in enumerate(fields, start=1):
+            field = made.field.add(name=field_name, number=number, type=kind, label=label)
             if of:
                 field.type_name = f".externalscaler.{of}"
     pool = descriptor_pool.DescriptorPool()
@@ -83,8 +83,8 @@ MESSAGES = _messages()
 
 def places_of(reference: Any) -> int:  # noqa: ANN401  # a message that is described at run time
     """Verifications at a time of one worker, as the trigger says; 1 where it says none."""
-    said = reference.scalerMetadata.get("places", "1")
-    return int(said) if said.isascii() and said.isdigit() and int(said) else 1
+    places = reference.scalerMetadata.get("places", "1")
+    return int(places) if places.isascii() and places.isdigit() and int(places) else 1
 
 
 class ExternalScaler:
@@ -137,10 +137,10 @@ class ExternalScaler:
     async def _stream(self, reference: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ANN401
         last = None
         while True:
-            said = await self._is_active(reference, context)
-            if last is None or said.result != last:
-                last = said.result
-                yield said
+            answered = await self._is_active(reference, context)
+            if last is None or answered.result != last:
+                last = answered.result
+                yield answered
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _spec(self, reference: Any, _context: object) -> Any:  # noqa: ANN401

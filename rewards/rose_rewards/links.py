@@ -58,7 +58,7 @@ class VerificationResult(msgspec.Struct, frozen=True):
     """What came of it.
 
     Attributes:
-        said: what the function said, with the ``seconds`` that it took.
+        said: what the function returned, with the ``seconds`` that it took.
         ended: instead, why there is no answer.
         killed: its worker was killed.
         overran: instead, it took longer than it may.
@@ -139,7 +139,7 @@ class LinkedWorkers:
             try:
                 await link.socket.send_bytes(msgspec.json.encode(given))
                 async with asyncio.timeout(seconds + _START_SECONDS):
-                    said = await answer
+                    result = await answer
             except (ConnectionError, TimeoutError) as error:
                 # It keeps no promise: whatever it is doing, nobody waits for it any more.
                 metrics.ENDED.labels(name).inc()
@@ -156,13 +156,13 @@ class LinkedWorkers:
             link.running.pop(number, None)
             # Not on_room: the gateway counts this one until it has heard, and then looks itself.
             self._changed.set()
-        if said.ended:
-            raise WorkerKilled(said.ended) if said.killed else WorkerEnded(said.ended)
-        if said.overran:
+        if result.ended:
+            raise WorkerKilled(result.ended) if result.killed else WorkerEnded(result.ended)
+        if result.overran:
             raise TimeoutError
         # The worker's word, within what can be: a team's code must not draw the others' figures.
         most = min(seconds, time.monotonic() - began)
-        return said.said, min(max(said.seconds, 0.0), most)
+        return result.said, min(max(result.seconds, 0.0), most)
 
     async def _free(self, team: str, apart: set[object]) -> _Link:
         """The link with most room, those ``apart`` last; waits for one."""
@@ -173,7 +173,7 @@ class LinkedWorkers:
             self._changed.clear()
             await self._changed.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self.on_room()
 
@@ -192,10 +192,10 @@ class LinkedWorkers:
         link = _Link(team, int(places), socket)
         self._links.append(link)
         metrics.WORKERS.labels(team).set(self.places(team))
-        self._tell()
+        self._notify()
         try:
             async for message in socket:
-                if message.type is WSMsgType.BINARY and not self._hear(link, message.data):
+                if message.type is WSMsgType.BINARY and not self._receive(link, message.data):
                     break
         finally:
             self._links.remove(link)
@@ -203,24 +203,24 @@ class LinkedWorkers:
             for answer in link.running.values():
                 if not answer.done():
                     answer.set_exception(ConnectionError())
-            self._tell()
+            self._notify()
         await socket.close()
         return socket
 
-    def _hear(self, link: _Link, data: bytes) -> bool:
+    def _receive(self, link: _Link, data: bytes) -> bool:
         """Whether it can be understood; which verification the rest belongs to, nobody knows."""
         try:
-            said = msgspec.json.decode(data, type=VerificationResult)
+            result = msgspec.json.decode(data, type=VerificationResult)
         except UNREADABLE as error:
             LOG.warning("a worker of %s wrote no answer and is let go: %s", link.team, error)
             return False
-        if said.leaving:
+        if result.leaving:
             link.leaving = True
             metrics.WORKERS.labels(link.team).set(self.places(link.team))
             return True
-        answer = link.running.get(said.number)
+        answer = link.running.get(result.number)
         if answer is not None and not answer.done():
-            answer.set_result(said)
+            answer.set_result(result)
         return True
 
     async def close(self) -> None:

@@ -101,27 +101,27 @@ def application(
     async def score(request: web.Request) -> web.Response:
         team = caller_of(request, teams)
         if team is None:
-            return _said(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
+            return _error(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
         try:
             reward = msgspec.json.decode(await request.read(), type=Reward)
             result = await gateway.score(reward, team)
         except (*UNREADABLE, BadReward) as error:
-            return _said(400, str(error))
+            return _error(400, str(error))
         except Busy as error:
-            return _said(429, str(error), _RETRY_AFTER)
+            return _error(429, str(error), _RETRY_AFTER)
         return web.Response(body=msgspec.json.encode(result), content_type="application/json")
 
     async def queue(request: web.Request) -> web.Response:
         team = caller_of(request, teams)
         if team is None:
-            return _said(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
+            return _error(401, "send Authorization: Bearer TOKEN of your team (--token-file)")
         whose = team or None  # where there are teams, none hears of what another's rewards take
-        said = {
+        figures = {
             "queue": gateway.queued(whose),
             "p50_seconds": gateway.p50(whose),
             "wish": gateway.wish(target, whose),
         }
-        return web.json_response(said)
+        return web.json_response(figures)
 
     app = web.Application(client_max_size=_BODY_BYTES)
     app.add_routes([*observability.pages(metrics.REGISTRY)])
@@ -137,16 +137,16 @@ def _work(
 
     async def work(request: web.Request) -> web.StreamResponse:
         if workers is None:
-            return _said(401, "this gateway has workers of its own (--workers 0 takes others)")
+            return _error(401, "this gateway has workers of its own (--workers 0 takes others)")
         team = caller_of(request, teams)
         if team is None:
-            return _said(401, f"send Authorization: Bearer TOKEN of your team ({_WORK})")
+            return _error(401, f"send Authorization: Bearer TOKEN of your team ({_WORK})")
         return await workers.serve(request, "" if team == SHARED else team)
 
     return work
 
 
-def _said(status: int, text: str, headers: Mapping[str, str] | None = None) -> web.Response:
+def _error(status: int, text: str, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.json_response({"message": text}, status=status, headers=headers)
 
 

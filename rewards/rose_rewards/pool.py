@@ -119,7 +119,7 @@ class Worker:
         )
         try:
             async with asyncio.timeout(_START_SECONDS):
-                said = await made.ask(msgspec.json.encode(terms))
+                reply = await made.ask(msgspec.json.encode(terms))
         except TimeoutError as error:
             await made.end()
             # No verification has run: it is no verdict, and may be tried again.
@@ -128,9 +128,9 @@ class Worker:
         except BaseException:  # also when cancelled: nobody else knows the process
             await made.end()
             raise
-        if "failed" in said:
+        if "failed" in reply:
             await made.end()
-            message = f"{function.entry} cannot be confined or imported: {said['failed']}"
+            message = f"{function.entry} cannot be confined or imported: {reply['failed']}"
             raise WorkerEnded(message)
         return made
 
@@ -146,7 +146,7 @@ class Worker:
             self.process.stdin.write(line + b"\n")
             await self.process.stdin.drain()
             answer = await self.process.stdout.readline()
-            said = msgspec.json.decode(answer, type=dict[str, Any])
+            reply = msgspec.json.decode(answer, type=dict[str, Any])
         except (OSError, ValueError, *UNREADABLE) as error:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_END_SECONDS):
@@ -155,7 +155,7 @@ class Worker:
             message = "the worker wrote no answer" if code is None else f"exit code {code}"
             kind = WorkerKilled if code == -signal.SIGKILL else WorkerEnded
             raise kind(message) from error
-        return said
+        return reply
 
     async def end(self) -> None:
         """End it and whatever it has started, and remove its folder."""
@@ -218,7 +218,7 @@ class WorkerPool:
             began = time.monotonic()
             try:
                 async with asyncio.timeout(seconds):
-                    said = await worker.ask(body)
+                    reply = await worker.ask(body)
             except BaseException:  # also when cancelled: what it computes is another's answer
                 metrics.ENDED.labels(name).inc()
                 await worker.end()
@@ -227,10 +227,10 @@ class WorkerPool:
             self._idle.append((name, worker))
         finally:
             self._busy -= 1
-        if "failed" in said:
-            message = str(said["failed"])
+        if "failed" in reply:
+            message = str(reply["failed"])
             raise WorkerEnded(message)
-        return said.get("said"), took
+        return reply.get("said"), took
 
     async def _take(self, name: str) -> Worker:
         for place, (of, worker) in enumerate(self._idle):

@@ -89,7 +89,7 @@ class RemoteWorker:
             try:
                 async for message in socket:
                     if message.type is aiohttp.WSMsgType.BINARY:
-                        self._hear(socket, msgspec.json.decode(message.data, type=Verification))
+                        self._receive(socket, msgspec.json.decode(message.data, type=Verification))
             finally:
                 leave.cancel()
                 running = list(self._running.values())
@@ -97,7 +97,7 @@ class RemoteWorker:
                     task.cancel()
                 await asyncio.gather(leave, *running, return_exceptions=True)
 
-    def _hear(self, socket: aiohttp.ClientWebSocketResponse, given: Verification) -> None:
+    def _receive(self, socket: aiohttp.ClientWebSocketResponse, given: Verification) -> None:
         if not given.stop:
             task = asyncio.create_task(self._answer(socket, given))
             self._running[given.number] = task
@@ -116,8 +116,10 @@ class RemoteWorker:
 
     async def _answer(self, socket: aiohttp.ClientWebSocketResponse, given: Verification) -> None:
         try:
-            said, took = await self.pool.verify(given.function, bytes(given.body), given.seconds)
-            verdict = VerificationResult(given.number, said=said, seconds=took)
+            returned, took = await self.pool.verify(
+                given.function, bytes(given.body), given.seconds
+            )
+            verdict = VerificationResult(given.number, said=returned, seconds=took)
         except TimeoutError:
             verdict = VerificationResult(given.number, overran=True)
         except (WorkerEnded, OSError, KeyError) as error:

@@ -127,20 +127,20 @@ def main() -> int:
             sys.path.insert(0, terms.path)
         module, _, name = terms.entry.partition(":")
         function = getattr(importlib.import_module(module), name)
-        said: dict[str, Any] = {"ready": True}
+        answer: dict[str, Any] = {"ready": True}
     except Exception as error:  # noqa: BLE001  # a team's code: whatever it raises is its answer
-        function, said = None, {"failed": _text(error)}
+        function, answer = None, {"failed": _text(error)}
     while True:
-        answers.write(json.dumps(said, allow_nan=False).encode() + b"\n")
+        answers.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
         answers.flush()
         line = asked.readline()
         if not line or function is None:
             return 0
         try:
-            said = {"said": function(msgspec.json.decode(line))}
-            json.dumps(said, allow_nan=False)  # NaN is no verdict that is missing: it fails
+            answer = {"said": function(msgspec.json.decode(line))}
+            json.dumps(answer, allow_nan=False)  # NaN is no verdict that is missing: it fails
         except Exception as error:  # noqa: BLE001  # as above
-            said = {"failed": _text(error)}
+            answer = {"failed": _text(error)}
 
 
 def _text(error: Exception) -> str:

@@ -133,10 +133,10 @@ class _Asking:
         self._callers.renew(identity.callers)
         self._given = identity
         if before is None:
-            self.settings = self._told(identity)
+            self.settings = self._settings_of(identity)
             self.there.set()
 
-    def _told(self, identity: RouterIdentity) -> Settings:
+    def _settings_of(self, identity: RouterIdentity) -> Settings:
         settings, folder = self.settings, self._enrolment.folder
         known = identity.account_keys or settings.authenticate
         accounts = self._accounts if known else settings.accounts

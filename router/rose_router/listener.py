@@ -53,23 +53,23 @@ _HANDSHAKE_SECONDS = 10.0
 _IDLE_SECONDS = 1.0
 """Since its answer, after which a connection may be closed for another: the answer is on its way
 when the handler has ended."""
-_HEARD_SECONDS = 1.0
+_HEAD_SECONDS = 1.0
 """At the end, for who has dialled: his request is on its way."""
 _LOOK_AGAIN_SECONDS = 0.02
 _FAREWELL_SECONDS = 1.0
 """For a last word: who takes neither it nor the end of TLS would stay, uncounted, for 30 s."""
 
 
-def _last_word(status: bytes, body: bytes) -> bytes:
+def _closing_response(status: bytes, body: bytes) -> bytes:
     head = b"HTTP/1.1 %b\r\nConnection: close\r\nContent-Type: application/json\r\n" % status
     return head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
-_FULL = _last_word(
+_FULL = _closing_response(
     b"503 Service Unavailable\r\nRetry-After: 1",
     b'{"type":"Connections","code":503,"message":"too many connections"}',
 )
-_LATE = _last_word(
+_LATE = _closing_response(
     b"408 Request Timeout",
     b'{"type":"SlowCaller","code":408,"message":"the request head did not come in time"}',
 )
@@ -192,9 +192,9 @@ class LimitedConnection(asyncio.Protocol):
         metrics.REFUSED.labels("SlowCaller").inc()
         self._end(self.transport, _LATE)
 
-    def _end(self, transport: asyncio.Transport, last_word: bytes) -> None:
+    def _end(self, transport: asyncio.Transport, response: bytes) -> None:
         self.doors.leave(self)
-        transport.write(last_word)
+        transport.write(response)
         transport.close()
         asyncio.get_running_loop().call_later(_FAREWELL_SECONDS, transport.abort)
 
@@ -271,7 +271,7 @@ class ConnectionLimiter:
         if sender is None or transport is None or door not in self._open:
             return
         if sender.begun is not None:
-            self._slow.hear(sender, reading=transport.is_reading())
+            self._slow.note_bytes(sender, reading=transport.is_reading())
         elif door in self._headless:
             self._slow.begin(sender, self._limits.head_seconds + door.opened - self.clock)
         else:
@@ -313,7 +313,7 @@ class ConnectionLimiter:
         else:
             limit = self._limits.body_seconds
             self._slow.begin(door.sender, limit, body, length, ends_with_line=chunked)
-            self._slow.hear(door.sender, reading=door.transport.is_reading())
+            self._slow.note_bytes(door.sender, reading=door.transport.is_reading())
 
     def note_answered(self, transport: asyncio.BaseTransport | None) -> None:
         """The request that came over it has its answer."""
@@ -331,10 +331,10 @@ class ConnectionLimiter:
         if door.sender is not None:
             self._slow.leave(door.sender)
 
-    async def hear_out(self) -> None:
+    async def await_heads(self) -> None:
         """Give those that sent no whole request head the time for it."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_HEARD_SECONDS):
+            async with asyncio.timeout(_HEAD_SECONDS):
                 while self._headless:  # noqa: ASYNC110  # once, at the end
                     await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
@@ -394,7 +394,7 @@ class SilentConnections:
     def open(self) -> None:
         """Begin."""
         self._loop.add_reader(self._listener, self._accept)
-        self._loop.add_reader(self._epoll, self._hear)
+        self._loop.add_reader(self._epoll, self._read_ready)
 
     async def close(self) -> None:
         """Take who has dialled and nobody after; those that speak go on."""
@@ -405,7 +405,7 @@ class SilentConnections:
             self._resting.cancel()
         self._loop.remove_reader(self._listener)
         self._listener.close()
-        await self._doors.hear_out()
+        await self._doors.await_heads()
         self._doors.close_silent()
         self._loop.remove_reader(self._epoll)
         self._epoll.close()
@@ -445,17 +445,17 @@ class SilentConnections:
         self._epoll.unregister(number)
         return self._silent.pop(number)[0]
 
-    def _hear(self) -> None:
+    def _read_ready(self) -> None:
         spoke = 0
         for number, _ in self._epoll.poll(0, _AT_ONCE):
             if spoke == _SPEAK_AT_ONCE:
                 return  # the others are ready at the next step too
             caller, door = self._silent[number]
             try:
-                said = caller.recv(1, socket.MSG_PEEK)
+                first = caller.recv(1, socket.MSG_PEEK)
             except OSError:
-                said = b""
-            if said:
+                first = b""
+            if first:
                 spoke += 1
                 self._dial(self._release(number), door)
             else:  # hung up

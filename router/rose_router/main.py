@@ -157,7 +157,9 @@ async def running(
             send=partial(send_drafts, connections),
         )
         memory = config.memory_bytes or limit_of_process()
-        words = ModelTokenizer(service.fleet, tokenizer, over_http(fresh), memory_bytes=memory)
+        model_tokenizer = ModelTokenizer(
+            service.fleet, tokenizer, over_http(fresh), memory_bytes=memory
+        )
         ours = (config.operator_ca, config.link.authority if config.link else None)
         hosts = _sandbox_hosts(config, service, kept)
         believed = dict.fromkeys(file for file in ours if file is not None)
@@ -179,7 +181,7 @@ async def running(
         peers = _peers(config, service, kept)
         application = app.create(
             service,
-            words,
+            model_tokenizer,
             doors,
             barrier,
             hosts=hosts,
@@ -198,7 +200,7 @@ async def running(
             max_field_size=HEAD_BYTES,
             lingering_time=0.0,  # ``pass_by`` does it
         )
-        watching = [asyncio.create_task(one) for one in (asked.run(), words.run())]
+        watching = [asyncio.create_task(one) for one in (asked.run(), model_tokenizer.run())]
         try:
             await service.start()
             async with (
@@ -251,12 +253,12 @@ async def serve(given: argparse.Namespace) -> int:
     async with contextlib.AsyncExitStack() as until:
         stopped = asyncio.create_task(stop.wait())
         until.callback(stopped.cancel)
-        told = asyncio.create_task(until.enter_async_context(enrolled(settings(given))))
-        until.callback(told.cancel)
-        await asyncio.wait({told, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        enrolling = asyncio.create_task(until.enter_async_context(enrolled(settings(given))))
+        until.callback(enrolling.cancel)
+        await asyncio.wait({enrolling, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             return 0
-        identity = await told
+        identity = await enrolling
         async with running(
             identity.settings,
             http_address=given.http_address,

@@ -173,7 +173,7 @@ class SlowSenders:
             sender.last.cancel()
             sender.last = None
 
-    def hear(self, sender: Sender, *, reading: bool) -> None:
+    def note_bytes(self, sender: Sender, *, reading: bool) -> None:
         """Take note that bytes of it were passed on.
 
         Args:
@@ -198,7 +198,7 @@ class SlowSenders:
             self._looking = loop.call_later(_LOOK_SECONDS, self._look)
         if sender.last is None and age < sender.limit < math.inf:
             due = sender.begun + sender.limit - last_seconds(sender.limit)
-            sender.last = loop.call_at(due, self._hear, sender)
+            sender.last = loop.call_at(due, self._check, sender)
 
     def _look(self) -> None:
         for sender in list(itertools.islice(self._turns, _AT_ONCE)):
@@ -211,7 +211,7 @@ class SlowSenders:
         if self._turns:
             self._looking = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
-    def _hear(self, sender: Sender) -> None:
+    def _check(self, sender: Sender) -> None:
         sender.last = None  # a timer may be early, and the next arrival then makes another
         self._turns.pop(sender, None)
         sender.set_mark(1)

@@ -19,10 +19,10 @@ _LOOK_SECONDS = 0.1
 
 def memory_pressure() -> HostPressure:
     """What this machine's memory says; of serving it knows nothing."""
-    told = dict(
+    fields = dict(
         line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
     )
-    free = int(told["MemAvailable"].split()[0]) / int(told["MemTotal"].split()[0])
+    free = int(fields["MemAvailable"].split()[0]) / int(fields["MemTotal"].split()[0])
     return HostPressure(memory_short=is_memory_short(free))
 
 

@@ -9,7 +9,7 @@ from rose_core.sandboxes.policy import BoundaryAction
 
 
 @dataclass(frozen=True)
-class Told:
+class SessionStatus:
     """What a caller hears of a session.
 
     Attributes:
@@ -44,7 +44,7 @@ class Restored:
         history: the router's own export of the session; empty: it told nothing.
     """
 
-    told: Told
+    told: SessionStatus
     ids: tuple[int, ...]
     weight_versions: tuple[str, ...]
     crossing: RewoundEffects

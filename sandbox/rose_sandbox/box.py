@@ -21,7 +21,7 @@ from rose_core.sandboxes.policy import BoundaryAction, Decision
 from rose_core.sandboxes.tunnels import TunnelLimits, may_open
 from rose_core.sandboxes.turns import SandboxClock, SandboxPhase
 from rose_sandbox import metrics
-from rose_sandbox.answers import Told
+from rose_sandbox.answers import SessionStatus
 from rose_sandbox.egress import Egress
 from rose_sandbox.errors import HeardLate, TooManyTunnels
 from rose_sandbox.runtimes.runtime import Handle, SandboxSpec
@@ -63,7 +63,7 @@ class Box:
         acts: commands, files and connections of its agent that have begun, and turns.
         acted_at: when the last of them began that is no turn, or its life here.
         bound_at: ``acts`` when the turn that ``ids`` are of began, or the record was made.
-        heard: what the model was given at the newest turn that the host has heard of, also late.
+        received: what the model was given at the newest turn that the host has heard of, also late.
         closing: the last turn, where nobody asked the model for it.
         lock: whoever changes it.
         waking: whoever brings it back.
@@ -89,7 +89,7 @@ class Box:
     acts: int = 0
     acted_at: float = 0.0
     bound_at: int = 0
-    heard: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
     closing: int | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -121,7 +121,7 @@ class Box:
             OutOfTurn: it waits already; the turn counts as heard of.
         """
         if is_asked:
-            self.heard = tokens.ids
+            self.received = tokens.ids
         self.clock = self.clock.begin_wait(now, wait)
         self.closing = None if is_asked else self.clock.turn
         self.acts += 1
@@ -144,8 +144,8 @@ class Box:
         knows another prompt than that turn's, and so does one from before a step back.
         """
         if whole.prompt is None:  # a router from before: what goes on from the newest turn
-            return whole.ids[: len(self.heard)] == self.heard
-        return whole.ids[: whole.prompt] == self.heard
+            return whole.ids[: len(self.received)] == self.received
+        return whole.ids[: whole.prompt] == self.received
 
     def go_with(self, whole: BoundTokens) -> BoundTokens:
         """What this moment goes with, where no turn is asked for: all tokens of the session.
@@ -175,7 +175,7 @@ class Box:
                 no record, and is the newest that the host has heard of.
         """
         if if_match not in {"", self.etag}:
-            self.heard = ids
+            self.received = ids
             raise HeardLate(
                 f"session {self.owned.session} is at {self.etag} and was at {if_match} when the "
                 "model was asked: what its agent did since is saved with the next turn"
@@ -220,9 +220,9 @@ class Box:
         """Whether its agent has acted since the turn that its tokens are of."""
         return self.acts != self.bound_at
 
-    def tell(self, session: str) -> Told:
+    def status(self, session: str) -> SessionStatus:
         """What callers hear of it."""
-        return Told(
+        return SessionStatus(
             session,
             self.clock.turn,
             str(self.clock.phase),

@@ -101,7 +101,7 @@ def revive(record: TurnRecord, going_on: BoundTokens, made: Box) -> Box:
     """A sandbox that stands where the record does, and goes on from these tokens."""
     made.clock = SandboxClock(turn=record.turn, saved=record.turn)
     made.bind(going_on)
-    made.heard = going_on.ids
+    made.received = going_on.ids
     made.effects = tuple(read_effect(one) for one in record.effects)
     made.commands = {one.name: one for one in record.commands}
     return made

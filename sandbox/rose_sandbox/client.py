@@ -36,7 +36,7 @@ from rose_core.sandboxes.policy import ModelWait
 from rose_core.sandboxes.templates import TemplateRefused
 from rose_core.sandboxes.turns import OutOfTurn
 from rose_sandbox import errors
-from rose_sandbox.answers import Forked, Told
+from rose_sandbox.answers import Forked, SessionStatus
 from rose_sandbox.errors import CannotCheckpoint, HostAway, NoTemplates
 from rose_sandbox.host import COMMAND_SECONDS
 from rose_sandbox.http import REFUSAL
@@ -73,7 +73,7 @@ class Sandboxes(Protocol):
         limits: Limits,
         environment: Mapping[str, str],
         folder: str,
-    ) -> Told:
+    ) -> SessionStatus:
         """See ``Host``; so for all of these."""
         ...
 
@@ -102,19 +102,19 @@ class Sandboxes(Protocol):
         *,
         weight_versions: Sequence[str],
         wait: ModelWait | None,
-    ) -> Told:
+    ) -> SessionStatus:
         """See ``Host``."""
         ...
 
-    async def tokens_ready(self, session: str) -> Told:
+    async def tokens_ready(self, session: str) -> SessionStatus:
         """See ``Host``."""
         ...
 
-    async def checkpoint(self, session: str, ids: Sequence[int]) -> Told:
+    async def checkpoint(self, session: str, ids: Sequence[int]) -> SessionStatus:
         """See ``Host``."""
         ...
 
-    async def suspend(self, session: str) -> Told:
+    async def suspend(self, session: str) -> SessionStatus:
         """See ``Host``."""
         ...
 
@@ -187,7 +187,7 @@ class RemoteHost:
         limits: Limits,
         environment: Mapping[str, str],
         folder: str,
-    ) -> Told:
+    ) -> SessionStatus:
         """See ``Host``; so for all of these."""
         body = {
             "session": session,
@@ -196,29 +196,29 @@ class RemoteHost:
             "environment": dict(environment),
             "folder": folder,
         }
-        return Told(**await self._call("POST", "", body))
+        return SessionStatus(**await self._call("POST", "", body))
 
     async def create_of_template(
         self, session: str, template: str, environment: Mapping[str, str]
-    ) -> tuple[Told, tuple[str, ...]]:
+    ) -> tuple[SessionStatus, tuple[str, ...]]:
         """Start a sandbox of a template; also its fields that say nothing of a sandbox.
 
         Raises:
             NoTemplates, UnknownTemplate, TemplateRefused: there is none, or it asks for more.
         """
         body = {"session": session, "template": template, "environment": dict(environment)}
-        told = await self._call("POST", "", body)
-        passed_over = tuple(told.pop("template")["passed_over"])
-        return Told(**told), passed_over
+        reply = await self._call("POST", "", body)
+        passed_over = tuple(reply.pop("template")["passed_over"])
+        return SessionStatus(**reply), passed_over
 
     async def exec(
         self, session: str, command: str, within: float, *, name: str | None, shell: str | None
     ) -> ExecResult:
         """See ``Host``."""
         body = {"command": command, "within": within, "name": name, "shell": shell}
-        told = await self._call("POST", f"/{session}/exec", body, within)
-        streams = {one: base64.b64decode(told[one]) for one in ("stdout", "stderr")}
-        return ExecResult(**{**told, **streams})
+        reply = await self._call("POST", f"/{session}/exec", body, within)
+        streams = {one: base64.b64decode(reply[one]) for one in ("stdout", "stderr")}
+        return ExecResult(**{**reply, **streams})
 
     async def read_file(self, session: str, path: str) -> bytes:
         """See ``Host``."""
@@ -255,9 +255,9 @@ class RemoteHost:
         task.add_done_callback(self._tunnels.discard)
         return ours
 
-    async def state(self, session: str) -> Told:
+    async def state(self, session: str) -> SessionStatus:
         """See ``Host``."""
-        return Told(**await self._call("GET", f"/{session}", None))
+        return SessionStatus(**await self._call("GET", f"/{session}", None))
 
     async def turn_began(
         self,
@@ -266,22 +266,24 @@ class RemoteHost:
         *,
         weight_versions: Sequence[str],
         wait: ModelWait | None,
-    ) -> Told:
+    ) -> SessionStatus:
         """See ``Host``."""
         body = {
             "ids": list(ids),
             "weight_versions": list(weight_versions),
             "wait": asdict(wait) if wait is not None else None,
         }
-        return Told(**await self._call("POST", f"/{session}/turn", body))
+        return SessionStatus(**await self._call("POST", f"/{session}/turn", body))
 
-    async def tokens_ready(self, session: str) -> Told:
+    async def tokens_ready(self, session: str) -> SessionStatus:
         """See ``Host``."""
-        return Told(**await self._call("POST", f"/{session}/ready", {}))
+        return SessionStatus(**await self._call("POST", f"/{session}/ready", {}))
 
-    async def checkpoint(self, session: str, ids: Sequence[int]) -> Told:
+    async def checkpoint(self, session: str, ids: Sequence[int]) -> SessionStatus:
         """See ``Host``."""
-        return Told(**await self._call("POST", f"/{session}/checkpoint", {"ids": list(ids)}))
+        return SessionStatus(
+            **await self._call("POST", f"/{session}/checkpoint", {"ids": list(ids)})
+        )
 
     async def restore(
         self, session: str, turn: int | None = None, *, flag: bool = False, tokens: str = ""
@@ -296,9 +298,9 @@ class RemoteHost:
         body = {"turn": turn, "crossing": crossing, "tokens": tokens, "over": fence}
         return await self._call("POST", f"/{session}/restore", body)
 
-    async def suspend(self, session: str) -> Told:
+    async def suspend(self, session: str) -> SessionStatus:
         """See ``Host``."""
-        return Told(**await self._call("POST", f"/{session}/suspend", {}))
+        return SessionStatus(**await self._call("POST", f"/{session}/suspend", {}))
 
     async def fork(self, session: str, n: int, turn: int | None, *, name: str = "") -> Forked:
         """See ``Host``."""
@@ -338,8 +340,8 @@ class RemoteHost:
                 ) as answer,
             ):
                 await _check(answer)
-                told: dict[str, Any] = await answer.json()
-                return told
+                reply: dict[str, Any] = await answer.json()
+                return reply
         except (aiohttp.ClientError, TimeoutError) as error:
             raise HostAway(f"{self._url} does not answer: {error}") from error
 
@@ -363,14 +365,14 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
     if answer.ok:
         return
     try:
-        told = await answer.json()
-        name, text = str(told["error"]), str(told["message"])
+        reply = await answer.json()
+        name, text = str(reply["error"]), str(reply["message"])
     except (ValueError, KeyError, TypeError, aiohttp.ClientError) as error:
         raise HostAway(f"{answer.url} answered {answer.status}") from error
     if name == "EffectsCrossed":
-        raise EffectsCrossed(tuple(EgressEffect(**one) for one in told["effects"]))
+        raise EffectsCrossed(tuple(EgressEffect(**one) for one in reply["effects"]))
     if name == "CannotCheckpoint":
-        raise CannotCheckpoint(str(told["what"]), text)
+        raise CannotCheckpoint(str(reply["what"]), text)
     _raise(name, text)
 
 
@@ -382,11 +384,11 @@ async def _carried(
 ) -> None:
     try:
         async with life.waited_for():
-            _, said = await carry(line, *streams)
+            _, problem = await carry(line, *streams)
     except FellSilent as error:
-        said = f"its host has fallen silent: {error}"
-    if said:  # a socket that ends says nothing
-        LOG.warning("the tunnel to %s has ended: %s", what, said)
+        problem = f"its host has fallen silent: {error}"
+    if problem:  # a socket that ends says nothing
+        LOG.warning("the tunnel to %s has ended: %s", what, problem)
 
 
 def _raise(name: str, text: str) -> NoReturn:
@@ -531,7 +533,7 @@ class Sandbox:
         """
         return await self._there.connect(self.session, port)
 
-    async def checkpoint(self, ids: Sequence[int] = ()) -> Told:
+    async def checkpoint(self, ids: Sequence[int] = ()) -> SessionStatus:
         """Make this moment recoverable, with the token ids that led to it."""
         return await self._there.checkpoint(self.session, ids)
 
@@ -541,17 +543,17 @@ class Sandbox:
         *,
         weight_versions: Sequence[str] = (),
         wait: ModelWait | None = None,
-    ) -> Told:
+    ) -> SessionStatus:
         """The model is asked: what the turn changed is saved while it thinks."""
         return await self._there.turn_began(
             self.session, ids, weight_versions=weight_versions, wait=wait
         )
 
-    async def ready(self) -> Told:
+    async def ready(self) -> SessionStatus:
         """The model has answered; returns when the sandbox may act."""
         return await self._there.tokens_ready(self.session)
 
-    async def suspend(self) -> Told:
+    async def suspend(self) -> SessionStatus:
         """Free its memory until it is needed."""
         return await self._there.suspend(self.session)
 
@@ -593,12 +595,12 @@ class Sandbox:
                 aiohttp.ClientSession(headers=headers, timeout=limit) as http,
                 http.post(at, json=body) as answer,
             ):
-                said = await answer.json()
+                listing = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise HostAway(f"{self._router} does not answer: {error}") from error
         if not answer.ok:
-            _raise(str(said.get("type", "")), str(said.get("message", answer.status)))
-        return tuple(said["sessions"])
+            _raise(str(listing.get("type", "")), str(listing.get("message", answer.status)))
+        return tuple(listing["sessions"])
 
     @property
     def _there(self) -> Sandboxes:

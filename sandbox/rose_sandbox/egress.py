@@ -51,7 +51,7 @@ _OF_CLOUDS = tuple(
 )
 """Where clouds serve a machine what only it may know, other than at its link (169.254.0.0/16)."""
 
-Tell = Callable[[EgressEffect], Awaitable[None]]
+RecordEffect = Callable[[EgressEffect], Awaitable[None]]
 
 
 class Egress:
@@ -59,14 +59,17 @@ class Egress:
 
     Args:
         allowed: hosts as shell patterns.
-        tell: is told each request before it is sent; what it raises keeps the request in.
+        record: is told each request before it is sent; what it raises keeps the request in.
         networks: where addresses must lie, too; None: anywhere.
     """
 
     def __init__(
-        self, allowed: Sequence[str], tell: Tell, networks: Sequence[Network] | None = None
+        self,
+        allowed: Sequence[str],
+        record: RecordEffect,
+        networks: Sequence[Network] | None = None,
     ) -> None:
-        self._allowed, self._tell, self._networks = tuple(allowed), tell, networks
+        self._allowed, self._record, self._networks = tuple(allowed), record, networks
         self._server: asyncio.Server | None = None
         self._free = asyncio.Semaphore(MOST)
         self._running: set[asyncio.Task[None]] = set()
@@ -175,17 +178,17 @@ class Egress:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
-            return await _say(writer, 431, "the request's head is over 64 KiB")
+            return await _respond(writer, 431, "the request's head is over 64 KiB")
         line, *lines = head.decode("latin-1").split("\r\n")
-        words = line.split(" ")
-        if len(words) != 3:
-            return await _say(writer, 400, "no request line")
+        parts = line.split(" ")
+        if len(parts) != 3:
+            return await _respond(writer, 400, "no request line")
         if any(mark in one for one in (line, *lines) for mark in "\r\n\0"):
             # Servers that take one for an end of line would see a request that nobody was told.
-            return await _say(writer, 400, "a control character in the request's head")
+            return await _respond(writer, 400, "a control character in the request's head")
         if sum(one.partition(":")[0].strip().lower() == "content-length" for one in lines) > 1:
-            return await _say(writer, 400, "two lengths: where this request ends is not sure")
-        method, target, _ = words
+            return await _respond(writer, 400, "two lengths: where this request ends is not sure")
+        method, target, _ = parts
         fields = {
             name.strip().lower(): value.strip()
             for name, _, value in (one.partition(":") for one in lines if one)
@@ -193,23 +196,23 @@ class Egress:
         url = urlsplit(f"//{target}" if method == "CONNECT" else target)
         host, port = url.hostname or "", url.port or (443 if method == "CONNECT" else 80)
         if not any(fnmatch.fnmatchcase(host, one) for one in self._allowed):
-            return await _say(
+            return await _respond(
                 writer, 403, f"host {host!r} is not allowed; start the host with --egress for it"
             )
         try:
             addresses = await self._reachable(host, port)
         except _NotReachable as error:
-            return await _say(writer, 403, str(error))
+            return await _respond(writer, 403, str(error))
         if "transfer-encoding" in fields:
-            return await _say(writer, 411, "send a Content-Length")
+            return await _respond(writer, 411, "send a Content-Length")
         length = int(fields.get("content-length", "0"))
         if not 0 <= length <= BODY_BYTES:
-            return await _say(writer, 413, "the body is over 64 MiB")
+            return await _respond(writer, 413, "the body is over 64 MiB")
         shown = f"{host}:{port}" if method == "CONNECT" else f"{host}:{port}{url.path or '/'}"
         try:
-            await self._tell(EgressEffect(0, method, shown, keyed="idempotency-key" in fields))
+            await self._record(EgressEffect(0, method, shown, keyed="idempotency-key" in fields))
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing unrecorded goes out
-            return await _say(writer, 503, f"the effect cannot be recorded: {error}")
+            return await _respond(writer, 503, f"the effect cannot be recorded: {error}")
         there, out = await _dialled(addresses, port)
         try:
             if method == "CONNECT":
@@ -283,7 +286,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.write_eof()
 
 
-async def _say(writer: asyncio.StreamWriter, status: int, text: str) -> None:
+async def _respond(writer: asyncio.StreamWriter, status: int, text: str) -> None:
     body = f"{text}\n".encode()
     head = f"HTTP/1.1 {status} ROSE\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     writer.write(head.encode() + body)

@@ -37,7 +37,7 @@ from rose_core.sandboxes.tunnels import TunnelLimits
 from rose_core.sandboxes.turns import HOLD_SECONDS, SandboxPhase
 from rose_sandbox import children, metrics
 from rose_sandbox.admission import Admission, memory_pressure
-from rose_sandbox.answers import Forked, Restored, Told
+from rose_sandbox.answers import Forked, Restored, SessionStatus
 from rose_sandbox.box import BoundTokens, Box, key_of
 from rose_sandbox.egress import Egress
 from rose_sandbox.errors import (
@@ -148,7 +148,7 @@ class Host:
         environment: Mapping[str, str] | None = None,
         folder: str = "/home",
         networks: tuple[Network, ...] | None = None,
-    ) -> Told:
+    ) -> SessionStatus:
         """Start a session's sandbox, as ``SandboxSpec``.
 
         Raises:
@@ -175,7 +175,7 @@ class Host:
             owned, watching = await self._take(handle, take)
             box = Box(spec, handle, owned)
             await self._begin(session, box, watching)
-            return box.tell(session)
+            return box.status(session)
 
     async def exec(
         self,
@@ -249,9 +249,9 @@ class Host:
         with box.tunneled(self.tunnel_limits, self._now()):
             yield Tunnel(await self._runtime.connect(box.handle, port), box.gone)
 
-    async def state(self, session: str) -> Told:
+    async def state(self, session: str) -> SessionStatus:
         """Where a session stands."""
-        return self._box(session).tell(session)
+        return self._box(session).status(session)
 
     async def moment(self, session: str) -> tuple[str, float]:
         """The ``etag`` for ``turn_began``, and seconds since the last act of its agent began."""
@@ -309,7 +309,7 @@ class Host:
         history: bytes = b"",
         if_match: str = "",
         is_asked: bool = True,
-    ) -> Told:
+    ) -> SessionStatus:
         """The agent asks the model: a boundary. Its checkpoint begins in the background.
 
         Args:
@@ -338,9 +338,9 @@ class Host:
             bound = given if ids is not None else box.go_with(given)
             box.begin_turn(self._now(), wait, bound, is_asked=is_asked)
             box.boundary = asyncio.create_task(self._boundary(session, box))
-        return box.tell(session)
+        return box.status(session)
 
-    async def tokens_ready(self, session: str) -> Told:
+    async def tokens_ready(self, session: str) -> SessionStatus:
         """The model has answered; returns when the agent may act on it.
 
         Raises:
@@ -356,9 +356,9 @@ class Host:
         if box.clock.phase is not SandboxPhase.ACTING:
             box.clock = box.clock.ready(self._now())
         await self._awake(box)
-        return box.tell(session)
+        return box.status(session)
 
-    async def checkpoint(self, session: str, ids: Sequence[int] = ()) -> Told:
+    async def checkpoint(self, session: str, ids: Sequence[int] = ()) -> SessionStatus:
         """A boundary that is waited for: a turn that takes no time.
 
         Without ``ids`` it goes with those of the last turn, or with none if its agent has acted on.
@@ -374,9 +374,9 @@ class Host:
             box.clock = box.clock.ready(self._now())
         if box.unsaved:
             raise CannotCheckpoint(box.unsaved, f"session {session}: {box.unsaved}")
-        return box.tell(session)
+        return box.status(session)
 
-    async def ended(self, session: str, whole: BoundTokens = BoundTokens()) -> Told:  # noqa: B008 - frozen
+    async def ended(self, session: str, whole: BoundTokens = BoundTokens()) -> SessionStatus:  # noqa: B008 - frozen
         """No more turns will come: its memory is freed until somebody needs the sandbox again.
 
         One that cannot be saved runs on; ``unsaved`` says why.
@@ -385,7 +385,7 @@ class Host:
             return await self.suspend(session, whole)
         return await self.state(session)
 
-    async def suspend(self, session: str, whole: BoundTokens = BoundTokens()) -> Told:  # noqa: B008 - frozen
+    async def suspend(self, session: str, whole: BoundTokens = BoundTokens()) -> SessionStatus:  # noqa: B008 - frozen
         """Save a sandbox and free its memory; the next call that needs it brings it back.
 
         Args:
@@ -408,14 +408,14 @@ class Host:
                 box.clock = box.clock.ready(self._now())
         if box.unsaved:
             raise CannotCheckpoint(box.unsaved, f"session {session}: {box.unsaved}")
-        return box.tell(session)
+        return box.status(session)
 
-    async def resume(self, session: str) -> Told:
+    async def resume(self, session: str) -> SessionStatus:
         """Bring a suspended sandbox back; one that runs is no error."""
         box = self._box(session)
         async with box.lock:
             await self._awake(box)
-        return box.tell(session)
+        return box.status(session)
 
     async def restore(
         self,
@@ -469,8 +469,8 @@ class Host:
             box.effects = happened
             await self._begin(session, box, watching)
             metrics.RESTORES.labels("restore").inc()
-            told = box.tell(session)
-            return Restored(told, ids, record.weight_versions, crossing, history)
+            status = box.status(session)
+            return Restored(status, ids, record.weight_versions, crossing, history)
 
     async def fork(
         self, session: str, n: int, turn: int | None = None, *, name: str = ""

@@ -226,8 +226,8 @@ async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
         if isinstance(error, errors.CannotCheckpoint):
             body["what"] = error.what
         # Whoever asks for a WebSocket is given no body of an answer that is none.
-        told = {REFUSAL: json.dumps(body)} if "Upgrade" in request.headers else {}
-        return web.json_response(body, status=STATUS[kind], headers=told)
+        refusal = {REFUSAL: json.dumps(body)} if "Upgrade" in request.headers else {}
+        return web.json_response(body, status=STATUS[kind], headers=refusal)
 
 
 def _guarded(token: Callable[[], str], traffic_token: Callable[[], str]) -> Middleware:
@@ -235,8 +235,8 @@ def _guarded(token: Callable[[], str], traffic_token: Callable[[], str]) -> Midd
         header = request.headers.get("Authorization", "")
         if request.path in {"/healthz", "/metrics"}:  # they say nothing of sessions
             return True
-        words = [token(), *([traffic_token()] if request.path == "/traffic" else [])]
-        return any(is_bearer(header, word) for word in words if word)
+        tokens = [token(), *([traffic_token()] if request.path == "/traffic" else [])]
+        return any(is_bearer(header, one) for one in tokens if one)
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -265,8 +265,8 @@ class _Api:
         await asyncio.gather(*(one.close() for one in self._tunnels), return_exceptions=True)
 
     async def traffic(self, request: web.Request) -> web.Response:
-        told = await _read(request, _Burns)
-        self._traffic.burns(told.seconds if told.serving_burns else 0.0)
+        status = await _read(request, _Burns)
+        self._traffic.burns(status.seconds if status.serving_burns else 0.0)
         return web.Response(status=204)
 
     async def sessions(self, _request: web.Request) -> web.Response:
@@ -280,30 +280,30 @@ class _Api:
         if unknown := sorted(asked.limits.keys() - known.keys()):
             raise ValueError(f"limits: {', '.join(unknown)}; there are {', '.join(known)}")
         given = {name: type(known[name])(value) for name, value in asked.limits.items()}
-        told = await self._host.create(
+        status = await self._host.create(
             asked.session,
             image=asked.image,
             limits=Limits(**{**known, **given}),
             environment=asked.environment,
             folder=asked.folder,
         )
-        return _json(asdict(told), 201)
+        return _json(asdict(status), 201)
 
     async def _of_template(self, asked: _Create) -> web.Response:
         usual = _Create("")
         own = [name for name in ("image", "limits", "folder") if _differs(asked, usual, name)]
         if own:
             raise ValueError(f"{', '.join(own)}: they are the template's; leave them out")
-        told, made = await self._templates.create(
+        status, made = await self._templates.create(
             self._host, asked.session, asked.template, asked.environment
         )
         passed_over = {"passed_over": made.passed_over}
-        return _json({**asdict(told), "template": passed_over}, 201)
+        return _json({**asdict(status), "template": passed_over}, 201)
 
     async def state(self, request: web.Request) -> web.Response:
         key = _key(request)
-        told = await self._host.state(key)
-        answer = _json(asdict(told))
+        status = await self._host.state(key)
+        answer = _json(asdict(status))
         answer.etag, still = await self._host.moment(key)
         answer.headers[STILL] = f"{still:.6f}"
         return answer
@@ -393,7 +393,7 @@ class _Api:
         wait = (
             ModelWait(asked.wait.seconds, asked.wait.confidence) if asked.wait is not None else None
         )
-        told = await self._host.turn_began(
+        status = await self._host.turn_began(
             _key(request),
             asked.ids,
             weight_versions=asked.weight_versions,
@@ -401,7 +401,7 @@ class _Api:
             history=asked.history,
             if_match=_moment(request),
         )
-        return _json(asdict(told))
+        return _json(asdict(status))
 
     async def ready(self, request: web.Request) -> web.Response:
         return _json(asdict(await self._host.tokens_ready(_key(request))))

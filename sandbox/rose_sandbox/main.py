@@ -153,10 +153,10 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
         tunnels=TunnelLimits(given.tunnels, given.tunnel_idle_seconds),
     )
     flags.token(given.token_file)  # one that cannot be read is told at once
-    words = TokenFile(given.token_file), TokenFile(given.traffic_token_file)
+    tokens = TokenFile(given.token_file), TokenFile(given.traffic_token_file)
     source = ClusterTemplates(given.templates) if given.templates else None
     templates = Templates(source, given.runtime, dict(given.template_image))
-    app = application(host, traffic, *words, templates)
+    app = application(host, traffic, *tokens, templates)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:

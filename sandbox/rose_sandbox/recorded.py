@@ -33,13 +33,13 @@ def written_spec(spec: SandboxSpec) -> dict[str, Any]:
     return {**asdict(spec), "environment": dict(spec.environment)}
 
 
-def read_spec(told: Mapping[str, Any], key: str) -> SandboxSpec:
+def read_spec(document: Mapping[str, Any], key: str) -> SandboxSpec:
     """The specification of a record, for a sandbox of this key."""
-    limits, networks = Limits(**told["limits"]), told.get("networks")
+    limits, networks = Limits(**document["limits"]), document.get("networks")
     if networks is not None:
         networks = msgspec.convert(networks, tuple[Network, ...])
-    environment = dict(told["environment"])
-    return SandboxSpec(key, told["image"], limits, environment, told["folder"], networks)
+    environment = dict(document["environment"])
+    return SandboxSpec(key, document["image"], limits, environment, document["folder"], networks)
 
 
 def read_effect(one: OutsideEffect) -> EgressEffect:
@@ -62,7 +62,7 @@ def written_result(result: ExecResult) -> dict[str, Any]:
     }
 
 
-def read_result(told: Mapping[str, Any]) -> ExecResult:
+def read_result(document: Mapping[str, Any]) -> ExecResult:
     """What a command of a record gave."""
-    streams = {name: str(told[name]).encode("latin-1") for name in ("stdout", "stderr")}
-    return ExecResult(**{**told, **streams})
+    streams = {name: str(document[name]).encode("latin-1") for name in ("stdout", "stderr")}
+    return ExecResult(**{**document, **streams})

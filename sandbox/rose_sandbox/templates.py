@@ -23,7 +23,7 @@ from rose_core.sandboxes.templates import (
     TemplateSandbox,
     read_template,
 )
-from rose_sandbox.answers import Told
+from rose_sandbox.answers import SessionStatus
 from rose_sandbox.errors import (
     NoTemplates,
     RuntimeFailed,
@@ -135,7 +135,7 @@ class Templates:
 
     async def create(
         self, host: Host, session: str, name: str, environment: Mapping[str, str]
-    ) -> tuple[Told, TemplateSandbox]:
+    ) -> tuple[SessionStatus, TemplateSandbox]:
         """A sandbox of a template, and what was taken of that.
 
         Args:

@@ -57,7 +57,7 @@ async def carry(
         Why it ended, and what the other end said of that.
     """
     loop = asyncio.get_running_loop()
-    moved, said = loop.time(), ""
+    moved, reason = loop.time(), ""
 
     async def out() -> None:
         nonlocal moved
@@ -66,13 +66,13 @@ async def carry(
             moved = loop.time()
 
     async def back() -> None:
-        nonlocal moved, said
+        nonlocal moved, reason
         while (message := await line.receive()).type is WSMsgType.BINARY:
             writer.write(message.data)
             await writer.drain()
             moved = loop.time()
         if message.type is WSMsgType.CLOSE:
-            said = message.extra or ""
+            reason = message.extra or ""
 
     ways = {asyncio.create_task(out()), asyncio.create_task(back())}
     gone = gone or asyncio.Event()
@@ -88,7 +88,7 @@ async def carry(
             )
             closed = any(way.done() for way in ways)
             end = end_of(limits, moved=moved, now=loop.time(), closed=closed, gone=gone.is_set())
-        return end, said
+        return end, reason
     finally:
         for task in (*ways, waits):
             task.cancel()
@@ -96,10 +96,10 @@ async def carry(
         writer.close()
         with suppress(OSError):
             code = WSCloseCode.OK if end in {None, End.CLOSED} else WSCloseCode.POLICY_VIOLATION
-            await line.close(code=code, message=_words(end, limits).encode())
+            await line.close(code=code, message=_reason_text(end, limits).encode())
 
 
-def _words(end: End | None, limits: TunnelLimits) -> str:
+def _reason_text(end: End | None, limits: TunnelLimits) -> str:
     if end is End.IDLE:
         return f"nothing passed for {limits.idle_seconds:g} s: open another tunnel"
     return "its sandbox has ended here" if end is End.SANDBOX else ""

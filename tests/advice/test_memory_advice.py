@@ -88,15 +88,15 @@ def test_the_command_says_what_each_fraction_lends_and_costs(
     serving, rollout = (str(model(tmp_path / one, "qwen3", 15.3)) for one in ("s", "r"))
     flags = ["--gpu", "H200", "--serving", serving, "--rollout", rollout]
     assert main(["advise", "memory", *flags, "--fraction", "0.88", "--fraction", "0.7"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == (
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == (
         "A rollout engine takes 22.7 GiB of one GPU: weights 15.3 GiB, KV 2.2 GiB for 16384 "
         "tokens, besides 5.1 GiB (estimated until measured)."
     )
-    assert said[3].split()[:6] == ["0.88", "10.7", "GiB", "(7.7", "GiB)", "no"]
-    assert said[4].split()[:6] == ["0.70", "35.6", "GiB", "(32.6", "GiB)", "yes,"]
-    assert "fewer" in said[4]
-    assert any(line.startswith("The largest fraction at which it fits is 0.79") for line in said)
+    assert output[3].split()[:6] == ["0.88", "10.7", "GiB", "(7.7", "GiB)", "no"]
+    assert output[4].split()[:6] == ["0.70", "35.6", "GiB", "(32.6", "GiB)", "yes,"]
+    assert "fewer" in output[4]
+    assert any(line.startswith("The largest fraction at which it fits is 0.79") for line in output)
 
 
 def test_the_command_refuses_what_fits_nowhere_and_what_cannot_be_sized(

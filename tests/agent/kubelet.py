@@ -42,12 +42,12 @@ def _pod(one: Allocation) -> bytes:
 
 def _claim(devices: Iterable[AllocatedDevice]) -> bytes:
     """As ``containerManagerImpl.GetDynamicResources`` of 1.36: CDI devices pile up."""
-    cdi, said = b"", _field(1, "claim") + _field(2, "research")
+    cdi, reported = b"", _field(1, "claim") + _field(2, "research")
     for device in devices:
         cdi += b"".join(_field(1, _field(1, name)) for name in device.cdi)
         one = cdi + _field(2, device.kind) + _field(3, "node") + _field(4, device.name)
-        said += _field(4, one)
-    return _field(5, said)
+        reported += _field(4, one)
+    return _field(5, reported)
 
 
 class FakeKubelet:

@@ -60,10 +60,12 @@ class GroupOperator(FakeOperator):
         self.requests.append(request)
         policy = PoolPolicy(pool=POOL, mode=self.mode, labels={"app": "chat"}, port=1)
         grants = (self._beside_follower(),) if request.node == "follower" else ()
-        told = self.latest.get("leader")
+        answer = self.latest.get("leader")
         followers = (FollowerPod(FOLLOWER, "follower"),) if self.follows else ()
-        ready = told is not None and told.guard
-        groups = (ReplicaGroup(LEADER, "leader", told.guard, followers),) if ready and told else ()
+        ready = answer is not None and answer.guard
+        groups = (
+            (ReplicaGroup(LEADER, "leader", answer.guard, followers),) if ready and answer else ()
+        )
         return SyncReply(self.term, True, grants, (policy,), sync_period_seconds=0.3, groups=groups)
 
     def _beside_follower(self) -> Grant:

@@ -73,14 +73,14 @@ async def test_a_real_publisher_is_heard() -> None:
     feed = Feed("127.0.0.1", port)
     assert feed.read() == Figures()
 
-    def heard(running: int) -> bool:
+    def received(running: int) -> bool:
         # Asked again and again: what is published before the subscription arrives is lost.
         assert publisher.stdin is not None
         publisher.stdin.write(b"%d\n" % running)
         return feed.read().running == running
 
     for running in (3, 0):
-        await until(lambda running=running: heard(running))  # type: ignore[misc]
+        await until(lambda running=running: received(running))  # type: ignore[misc]
     assert (feed.read().waiting, feed.read().kv_permille) == (0, 125)
     publisher.kill()
     await publisher.wait()
@@ -89,7 +89,7 @@ async def test_a_real_publisher_is_heard() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    ("text", "complaint"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n" + bytes(64), "does not speak"),
         (GREETING.replace(b"NULL ", b"PLAIN").replace(b"NULL\0", b"PLAIN"), "credentials"),
@@ -98,8 +98,8 @@ async def test_a_real_publisher_is_heard() -> None:
         (GREETING + b"\x04\x06\x05READY" + b"\x02" + (1 << 40).to_bytes(8), "at most"),
     ],
 )
-async def test_a_peer_that_is_no_publisher_is_told_apart(said: bytes, complaint: str) -> None:
-    async with speaking(said) as port:
+async def test_a_peer_that_is_no_publisher_is_told_apart(text: bytes, complaint: str) -> None:
+    async with speaking(text) as port:
         with pytest.raises(ValueError, match=complaint):
             await (await Subscription.connect("127.0.0.1", port, b"load")).receive()
 

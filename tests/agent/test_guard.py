@@ -139,8 +139,8 @@ async def test_the_end_of_a_call_steps_its_own_slot_and_is_told(
     guard: tuple[Guard, Permit],
 ) -> None:
     made, permit = guard
-    told: list[str] = []
-    made.on_transition = lambda: told.append("soon")
+    received: list[str] = []
+    made.on_transition = lambda: received.append("soon")
     made._report_change(SlotUid("forgotten"))
     assert not is_open(permit)
     made._report_change(KEY.uid)
@@ -148,7 +148,7 @@ async def test_the_end_of_a_call_steps_its_own_slot_and_is_told(
     del made.replicas[POD]
     made._report_change(KEY.uid)
     assert not is_open(permit), "a slot whose replica has gone is looked at too"
-    assert told == ["soon"] * 3
+    assert received == ["soon"] * 3
 
 
 async def test_an_arrival_closes_the_permit_inside_the_call_that_hears_of_it(
@@ -214,8 +214,8 @@ async def test_short_chunks_reach_the_permit_of_an_engine_that_can_cut_them(
         made.on_reply(SyncReply(1, True, (GRANT,), (limited,)), time.monotonic())
         assert is_open(permit)
         assert permit.chunk_divisor == CHUNK_DIVISORS[-1]
-        told = SyncReply(1, True, (grant,), (limited,), groups=groups)
-        made.on_reply(told, time.monotonic())
+        reported = SyncReply(1, True, (grant,), (limited,), groups=groups)
+        made.on_reply(reported, time.monotonic())
         assert not is_open(permit), "other nodes' engines, or its ranks, keep whole chunks"
         assert made._verdicts[POD].reason is GateReason.NOT_CERTIFIED
 
@@ -466,8 +466,8 @@ async def test_what_became_of_the_engine_is_in_the_flight_recorder_once(
     for status in (failed, failed, EngineStatus(KEY, EngineState.SERVING)):
         made.host.engines = {KEY.uid: status}
         made.step_all()
-    told = [entry[3] for entry in made.recorder.entries() if entry[2] == "engine"]
-    assert [(one["state"], one["reason"]) for one in told][-2:] == [
+    found = [entry[3] for entry in made.recorder.entries() if entry[2] == "engine"]
+    assert [(one["state"], one["reason"]) for one in found][-2:] == [
         ("Failed", "LimitReached"),
         ("Serving", ""),
     ]

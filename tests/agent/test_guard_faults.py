@@ -217,7 +217,7 @@ async def test_a_co_running_request_over_its_slo_leaves_a_dump(guard: Parts) -> 
 # --- the tap's socket
 
 
-class Heard:
+class EventLog:
     """A listener that remembers."""
 
     def __init__(self) -> None:
@@ -235,9 +235,9 @@ class Heard:
 
 
 @pytest.fixture
-async def link(short_dir: Path) -> AsyncIterator[tuple[Heard, list[asyncio.StreamWriter]]]:
+async def link(short_dir: Path) -> AsyncIterator[tuple[EventLog, list[asyncio.StreamWriter]]]:
     """A link to a tap that the test plays."""
-    heard, writers = Heard(), list[asyncio.StreamWriter]()
+    received, writers = EventLog(), list[asyncio.StreamWriter]()
     path = short_dir / "tap.sock"
 
     async def serve(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -245,8 +245,8 @@ async def link(short_dir: Path) -> AsyncIterator[tuple[Heard, list[asyncio.Strea
         writer.write(frames.pack([health()]))
 
     server = await asyncio.start_unix_server(serve, str(path))
-    task = asyncio.create_task(TapLink(path, heard).run())
-    yield heard, writers
+    task = asyncio.create_task(TapLink(path, received).run())
+    yield received, writers
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     for writer in writers:
@@ -254,29 +254,29 @@ async def link(short_dir: Path) -> AsyncIterator[tuple[Heard, list[asyncio.Strea
     server.close()
 
 
-async def until(heard: Heard, condition: Callable[[], bool]) -> None:
+async def until(received: EventLog, condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():
-            heard.changed.clear()
-            await heard.changed.wait()
+            received.changed.clear()
+            await received.changed.wait()
 
 
 async def test_a_closed_tap_socket_is_noticed_at_once_and_connected_again(
-    link: tuple[Heard, list[asyncio.StreamWriter]],
+    link: tuple[EventLog, list[asyncio.StreamWriter]],
 ) -> None:
-    heard, writers = link
-    await until(heard, lambda: bool(heard.events))
-    assert heard.lost == 0
+    received, writers = link
+    await until(received, lambda: bool(received.events))
+    assert received.lost == 0
     writers[0].close()
-    await until(heard, lambda: heard.lost == 1)
-    await until(heard, lambda: len(heard.events) == 2)
+    await until(received, lambda: received.lost == 1)
+    await until(received, lambda: len(received.events) == 2)
 
 
 async def test_garbage_on_the_tap_socket_is_a_lost_tap(
-    link: tuple[Heard, list[asyncio.StreamWriter]],
+    link: tuple[EventLog, list[asyncio.StreamWriter]],
 ) -> None:
-    heard, writers = link
-    await until(heard, lambda: bool(heard.events))
+    received, writers = link
+    await until(received, lambda: bool(received.events))
     writers[0].write(b"\x05\x00\x00\x00hello, this is no frame at all")
-    await until(heard, lambda: heard.lost >= 1)
-    await until(heard, lambda: len(heard.events) == 2)
+    await until(received, lambda: received.lost >= 1)
+    await until(received, lambda: len(received.events) == 2)

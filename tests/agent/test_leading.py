@@ -102,10 +102,10 @@ class Town:
         self, load: Callable[[], FollowerLoad], group: ReplicaGroup | None = None
     ) -> AsyncIterator[FollowerLink]:
         """A follower's real link to it."""
-        told = group or self.group()
+        reported = group or self.group()
         link = FollowerLink(
-            told,
-            told.followers[0].pod,
+            reported,
+            reported.followers[0].pod,
             name="pod",
             load=load,
             on_update=lambda _: None,
@@ -238,7 +238,7 @@ async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
         test_guard.guarding(short_dir, token=TOKEN, identity=own, **place) as (guard, permit),
     ):
 
-        def tell(*groups: ReplicaGroup) -> None:
+        def assign(*groups: ReplicaGroup) -> None:
             grants, pools = (test_guard.GRANT,), (test_guard.POLICY,)
             guard.on_reply(SyncReply(1, True, grants, pools, groups=groups), time.monotonic())
 
@@ -250,20 +250,20 @@ async def test_a_leader_that_has_moved_is_followed_and_the_old_one_no_more(
         assert reason() is GateReason.LEADER_SILENT
         assert is_known(), "nothing on its own node has to say what it does"
         assert (dict(guard.tap._watches), dict(guard.pollers)) == ({}, {}), "nor is asked"
-        tell(town.group())
+        assign(town.group())
         await until(lambda: permit.until_ns > 0)
         assert word_age() is not None
         guard.on_reply(SyncReply(1, False), time.monotonic())  # an operator that has just begun
         since_ns = permit.until_ns
         await until(lambda: permit.until_ns > since_ns)
-        tell(moved.group())  # the old one goes on to say that its gate is open
+        assign(moved.group())  # the old one goes on to say that its gate is open
         assert (permit.until_ns, reason()) == (0, GateReason.LEADER_SILENT)
         await until(lambda: reason() is GateReason.SERVING_BUSY)
         assert permit.until_ns == 0
         await until(lambda: not town.leading.has_lent_follower(LEADER))
         moved.verdict = OPEN
         await until(lambda: permit.until_ns > 0)
-        tell()
+        assign()
         assert (permit.until_ns, reason()) == (0, GateReason.LEADER_SILENT)
         assert word_age() is None
 

@@ -396,7 +396,7 @@ async def test_words_of_no_reader_end_it_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reported",
     [
         {"type": "latest", "figures": {"requests": {str(n): n for n in range(65)}}},
         {"type": "latest", "figures": {"requests": {"x" * 257: 1}}},
@@ -406,9 +406,9 @@ async def test_words_of_no_reader_end_it_and_change_nothing() -> None:
         {"type": "described", "machines": 0},
     ],
 )
-def test_what_a_reader_may_say_is_bounded(said: object) -> None:
+def test_what_a_reader_may_say_is_bounded(reported: object) -> None:
     with pytest.raises(msgspec.ValidationError):
-        replies.decode(msgspec.msgpack.encode(said))
+        replies.decode(msgspec.msgpack.encode(reported))
     assert replies.decode(pack(Described(2))) == Described(2)
 
 

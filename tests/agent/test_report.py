@@ -50,7 +50,7 @@ async def replica() -> AsyncIterator[GuardedReplica]:
         yield made
 
 
-def told(replica: GuardedReplica, at_s: int) -> int | None:
+def reported_at(replica: GuardedReplica, at_s: int) -> int | None:
     """The busy share reported at this second."""
     verdict = closed(GateReason.SIGNAL_MISSING)
     return replica_report(replica, verdict, at_s * S, host_alive=False).busy_permille
@@ -63,7 +63,7 @@ def answers(replica: GuardedReplica, seconds: range, running: int) -> None:
         replica.note_figures(LOADS, figures, second * S)
 
 
-def heard(replica: GuardedReplica, at_s: int) -> None:
+def arrive(replica: GuardedReplica, at_s: int) -> None:
     """The tap is alive, verified, and knows what is under way."""
     replica.verification = SignalVerification(verified=True)
     beat = Health(
@@ -96,16 +96,16 @@ async def test_a_pod_whose_place_in_its_group_is_known_is_reported_with_it(
     silent = closed(GateReason.LEADER_SILENT)
     leads, follows = GroupPlace("llama/0", 0, 2), GroupPlace("llama/0", 1, 2)
     replica.pod = dataclasses.replace(replica.pod, group_size=2, place=leads)
-    told = replica_report(replica, silent, 100 * S, host_alive=True)
-    assert (told.place, told.refusal) == (leads, "SignalMissing")
+    reported = replica_report(replica, silent, 100 * S, host_alive=True)
+    assert (reported.place, reported.refusal) == (leads, "SignalMissing")
     # That nothing shows its requests is no fault of a follower's.
     replica.pod = dataclasses.replace(replica.pod, place=follows)
-    told = replica_report(replica, silent, 100 * S, host_alive=True)
-    assert told.place == follows
-    assert told.refusal != "SignalMissing"
+    reported = replica_report(replica, silent, 100 * S, host_alive=True)
+    assert reported.place == follows
+    assert reported.refusal != "SignalMissing"
     replica.reader.machines = 3  # its engine knows better
-    told = replica_report(replica, silent, 100 * S, host_alive=True)
-    assert told.refusal == "MultiNodeReplica"
+    reported = replica_report(replica, silent, 100 * S, host_alive=True)
+    assert reported.refusal == "MultiNodeReplica"
 
 
 async def test_a_follower_withholds_nothing_by_its_own_nodes_clock(replica: GuardedReplica) -> None:
@@ -119,11 +119,11 @@ async def test_a_follower_withholds_nothing_by_its_own_nodes_clock(replica: Guar
 
 async def test_without_the_tap_a_busy_engine_is_reported_as_busy(replica: GuardedReplica) -> None:
     answers(replica, range(100, 111), running=1)
-    assert told(replica, 110) is None, "nothing to compare with yet"
+    assert reported_at(replica, 110) is None, "nothing to compare with yet"
     answers(replica, range(111, 121), running=2)
-    assert told(replica, 120) == 1000
+    assert reported_at(replica, 120) == 1000
     answers(replica, range(121, 131), running=0)
-    assert told(replica, 130) == 100, "it has worked since the look before, and then no more"
+    assert reported_at(replica, 130) == 100, "it has worked since the look before, and then no more"
     labels = {"pool": POOL, "replica": "chat/pod"}
     assert REGISTRY.get_sample_value("rose_guard_replica_busy_seconds_total", labels) == 11.0
 
@@ -132,21 +132,21 @@ async def test_an_engine_that_does_not_answer_is_neither_busy_nor_idle(
     replica: GuardedReplica,
 ) -> None:
     answers(replica, range(100, 111), running=0)
-    assert told(replica, 110) is None
-    assert told(replica, 120) is None
+    assert reported_at(replica, 110) is None
+    assert reported_at(replica, 120) is None
 
 
 async def test_what_two_sources_count_is_not_subtracted(replica: GuardedReplica) -> None:
     answers(replica, range(100, 111), running=1)
-    told(replica, 110)
-    heard(replica, 120)
-    assert told(replica, 120) is None, "the tap has just taken over"
+    reported_at(replica, 110)
+    arrive(replica, 120)
+    assert reported_at(replica, 120) is None, "the tap has just taken over"
     replica.take(Arrived(POD, 1, 120 * S, "/generate"), 120 * S)
-    heard(replica, 125)
-    assert told(replica, 125) == 1000
+    arrive(replica, 125)
+    assert reported_at(replica, 125) == 1000
 
 
 async def test_memory_that_nobody_borrowed_is_reported_of_the_pool(replica: GuardedReplica) -> None:
     replica.outcomes.pool.unlent_reserved_ns = 1_500_000_999
-    told = replica_report(replica, closed(GateReason.SIGNAL_MISSING), 100 * S, host_alive=True)
-    assert told.unlent_reserved_milliseconds == 1500
+    reported = replica_report(replica, closed(GateReason.SIGNAL_MISSING), 100 * S, host_alive=True)
+    assert reported.unlent_reserved_milliseconds == 1500

@@ -97,8 +97,8 @@ def test_a_guard_starts_without_its_word_and_says_what_file_has_none(
     (part,) = main._sandboxes(options, lambda: False)
     headers = part.__self__._headers  # type: ignore[attr-defined]
     assert (headers(), headers()) == ({}, {})
-    (said,) = [one.getMessage() for one in caplog.records]
-    assert str(tmp_path / "token") in said, "once"
+    (found,) = [one.getMessage() for one in caplog.records]
+    assert str(tmp_path / "token") in found, "once"
     for word in ("one", "two"):
         (tmp_path / "token").write_text(word)
         assert headers() == {"Authorization": f"Bearer {word}"}
@@ -131,14 +131,14 @@ def test_each_host_of_a_node_has_a_token_of_its_own_or_all_have_one(tmp_path: Pa
         (tmp_path / name).write_text(name)
         files.append(f"--sandbox-token-file={tmp_path / name}")
 
-    def told(*given: str) -> list[dict[str, str]]:
+    def reported(*given: str) -> list[dict[str, str]]:
         options = main.arguments().parse_args(["--node=n", *given])
         parts = main._sandboxes(options, lambda: False)
         return [part.__self__._headers() for part in parts]  # type: ignore[attr-defined]
 
     one, two = ({"Authorization": f"Bearer {word}"} for word in ("one", "two"))
-    assert told(*hosts, *files) == [one, two]
-    assert told(*hosts, files[0]) == [one, one]
-    assert told(*hosts) == [{}, {}]
+    assert reported(*hosts, *files) == [one, two]
+    assert reported(*hosts, files[0]) == [one, one]
+    assert reported(*hosts) == [{}, {}]
     with pytest.raises(ValueError, match="2 --sandbox-token-file for 1 --sandbox-host"):
-        told(hosts[0], *files)
+        reported(hosts[0], *files)

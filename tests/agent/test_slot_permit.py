@@ -29,11 +29,11 @@ def test_the_enforcer_hears_of_a_permit_that_opens_or_ends_sooner_and_of_no_othe
 ) -> None:
     permit, rings = held
     now = time.monotonic_ns()
-    heard = []
+    received = []
     for until_ns in (now + 9 * S, now + 9 * S + 1, now + 8 * S):
         permit.extend(until_ns, FIRST_LANE)
-        heard.append(len(rings))
-    assert heard == [1, 1, 2]
+        received.append(len(rings))
+    assert received == [1, 1, 2]
 
 
 def test_an_engine_reads_shorter_chunks_before_its_permit_opens(

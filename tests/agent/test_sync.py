@@ -27,7 +27,7 @@ async def until(condition: asyncio.Event) -> None:
 
 
 async def test_nothing_is_reported_before_the_report_is_whole() -> None:
-    operator, heard, asked = Operator(), asyncio.Event(), asyncio.Event()
+    operator, received, asked = Operator(), asyncio.Event(), asyncio.Event()
     server = Server()
     server.unary(SYNC, operator.sync)
     port = await server.start("127.0.0.1:0")
@@ -41,14 +41,14 @@ async def test_nothing_is_reported_before_the_report_is_whole() -> None:
         f"127.0.0.1:{port}",
         "",
         lambda: SyncRequest("n", "0", 0),
-        lambda *_: heard.set(),
+        lambda *_: received.set(),
         ready=ready,
     )
     task = asyncio.create_task(link.run())
     await until(asked)
-    assert not heard.is_set()
+    assert not received.is_set()
     surveyed = True
-    await until(heard)
+    await until(received)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task

@@ -51,7 +51,9 @@ async def two(short_dir: Path) -> AsyncIterator[Pair]:
 def requests(two: Pair) -> list[tuple[int, int]]:
     """When each request of the test was sent, and had its whole answer."""
     log = (two.leader.root / "client.log").read_text()
-    sent, ended = (list(map(int, re.findall(rf"{word} (\d+)", log))) for word in ("sent", "ended"))
+    sent, ended = (
+        list(map(int, re.findall(rf"{state} (\d+)", log))) for state in ("sent", "ended")
+    )
     return list(zip(sent, ended, strict=True))
 
 
@@ -121,7 +123,7 @@ async def test_no_permit_outlasts_the_leaders_silence_and_all_goes_on_afterwards
         await break_(two)
         since_ns = time.monotonic_ns()
         await two.follower.until(
-            lambda: says(two, "LeaderSilent"), f"the follower says LeaderSilent: {name}"
+            lambda: shows(two, "LeaderSilent"), f"the follower says LeaderSilent: {name}"
         )
         used = two.follower.cpu_seconds()
         await asyncio.sleep(1.0)
@@ -131,8 +133,8 @@ async def test_no_permit_outlasts_the_leaders_silence_and_all_goes_on_afterwards
     await two.opens("the follower's gate opens at the end")
 
 
-async def says(two: Pair, word: str) -> bool:
-    return bool((await two.follower.slot()).get("reason") == word)
+async def shows(two: Pair, state: str) -> bool:
+    return bool((await two.follower.slot()).get("reason") == state)
 
 
 async def test_a_leader_whose_tap_is_dead_gives_no_word(two: Pair) -> None:
@@ -147,7 +149,7 @@ async def test_a_leader_whose_tap_is_dead_gives_no_word(two: Pair) -> None:
 
 async def test_a_pod_that_is_of_the_group_no_more_is_not_answered(two: Pair) -> None:
     two.operator.follows = False
-    await two.follower.until(lambda: says(two, "LeaderSilent"), "nobody is followed")
+    await two.follower.until(lambda: shows(two, "LeaderSilent"), "nobody is followed")
     since_ns = time.monotonic_ns()
     await asyncio.sleep(0.5)
     assert two.watch.latest_ns() <= since_ns + PROMISE_NS

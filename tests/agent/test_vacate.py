@@ -97,9 +97,9 @@ class Clock:
 
 
 async def _wait(wish: VacateOptions, clock: Clock) -> tuple[bool, list[str]]:
-    said: list[str] = []
-    free = await asyncio.to_thread(wait, wish, said.append, clock, clock.sleep)
-    return free, said
+    received: list[str] = []
+    free = await asyncio.to_thread(wait, wish, received.append, clock, clock.sleep)
+    return free, received
 
 
 async def test_it_blocks_until_the_engine_is_gone(host: tuple[str, Holders]) -> None:
@@ -112,31 +112,31 @@ async def test_it_blocks_until_the_engine_is_gone(host: tuple[str, Holders]) -> 
             holders.clear()
 
     clock._then = gone_after_three
-    free, said = await _wait(VacateOptions(url, (MINE,), 60.0), clock)
+    free, result = await _wait(VacateOptions(url, (MINE,), 60.0), clock)
     assert free
     assert clock.now == 3.0
-    assert said == ["waiting: rollout engines hold the GPUs: lease-a-0 (Serving)"]
+    assert result == ["waiting: rollout engines hold the GPUs: lease-a-0 (Serving)"]
 
 
 async def test_the_deadline_names_who_holds_the_gpu(host: tuple[str, Holders]) -> None:
     url, holders = host
     holders.append(engine(MINE, state=EngineState.STOPPING))
-    free, said = await _wait(VacateOptions(url, (MINE,), 5.0), Clock())
+    free, result = await _wait(VacateOptions(url, (MINE,), 5.0), Clock())
     assert not free
-    assert said[-1].startswith("not free after 5 s: rollout engines hold the GPUs: lease-a-0")
+    assert result[-1].startswith("not free after 5 s: rollout engines hold the GPUs: lease-a-0")
 
 
 async def test_a_node_without_engine_host_says_what_to_do() -> None:
     wish = VacateOptions("http://127.0.0.1:1", (), 2.0)
-    free, said = await _wait(wish, Clock())
+    free, result = await _wait(wish, Clock())
     assert not free
-    assert "--absent pass" in said[-1]
-    free, said = await _wait(replace(wish, absent_passes=True), Clock())
+    assert "--absent pass" in result[-1]
+    free, result = await _wait(replace(wish, absent_passes=True), Clock())
     assert free
 
 
 async def test_garbage_is_no_answer() -> None:
     assert msgspec.json.decode(b'{"free": true}', type=Vacancy).free
-    free, said = await _wait(VacateOptions("file:///etc/passwd", (), 0.0), Clock())
+    free, result = await _wait(VacateOptions("file:///etc/passwd", (), 0.0), Clock())
     assert not free
-    assert "no http address" in said[-1]
+    assert "no http address" in result[-1]

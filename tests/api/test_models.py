@@ -144,13 +144,13 @@ def test_a_conditions_time_moves_only_with_its_status() -> None:
 
 
 def test_a_moving_message_alone_changes_nothing() -> None:
-    def said(text: str) -> Statement:
+    def reported(text: str) -> Statement:
         return Statement(
             ConditionType.SERVING_PROTECTED, True, Reason.WITHIN_OBJECTIVE, text, moving=True
         )
 
-    first = merge((), [said("1 of 100")], generation=1, now=NOW)
-    assert merge(first, [said("2 of 110")], generation=1, now=NOW) == first
+    first = merge((), [reported("1 of 100")], generation=1, now=NOW)
+    assert merge(first, [reported("2 of 110")], generation=1, now=NOW) == first
 
 
 def test_a_message_is_cut_to_its_bound() -> None:

@@ -420,8 +420,8 @@ def test_a_lease_is_scaled_between_its_bounds_and_no_further(existing: Client) -
     with pytest.raises(ApiError, match="less than or equal to 1024"):
         scale(1025)
     # Autoscalers ask for the pods that they watch by this selector, and refuse a scale without one.
-    said = {"status": {"slotsGranted": 2, "selector": "app.kubernetes.io/name=rose-router"}}
-    existing.patch(lease.Status, "grpo", said, namespace="default", patch_type=PatchType.MERGE)
+    listed = {"status": {"slotsGranted": 2, "selector": "app.kubernetes.io/name=rose-router"}}
+    existing.patch(lease.Status, "grpo", listed, namespace="default", patch_type=PatchType.MERGE)
     found = existing.get(lease.Scale, "grpo", namespace="default").status
     assert (found.replicas, found.selector) == (2, "app.kubernetes.io/name=rose-router")
 

@@ -61,8 +61,8 @@ def applied(plane: ControlPlane, namespace: str, *objects: Json) -> None:
 
 
 def found(plane: ControlPlane, kind: str, namespace: str) -> list[Json]:
-    said = plane.kubectl("get", kind, f"--namespace={namespace}", "--output=json")
-    items: list[Json] = json.loads(said)["items"]
+    output = plane.kubectl("get", kind, f"--namespace={namespace}", "--output=json")
+    items: list[Json] = json.loads(output)["items"]
     return items
 
 
@@ -123,12 +123,12 @@ async def test_a_sandbox_is_made_of_a_template_of_the_cluster(
 ) -> None:
     applied(kinds, namespace, TEMPLATE)
     source, world = templates(kinds, namespace), World(tmp_path)
-    told, made = await Templates(source, "fake").create(world.host, "s", "agent", {})
-    assert (told.session, told.phase) == ("s", "acting")
+    result, made = await Templates(source, "fake").create(world.host, "s", "agent", {})
+    assert (result.session, result.phase) == ("s", "acting")
     assert made.networks == PUBLIC
     assert made.passed_over == ("podTemplate.metadata.labels",), "the kind's defaults are none"
     assert world.host._box("s").spec.limits.memory_bytes == 256 << 20
-    assert await world.said("s", "echo $A") == "1"
+    assert await world.output_of("s", "echo $A") == "1"
     with pytest.raises(UnknownTemplate, match=f"no SandboxTemplate other in namespace {namespace}"):
         await source.read("other")
     await source.close()

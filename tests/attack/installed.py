@@ -91,7 +91,7 @@ class Installed:
                 return one["metadata"]["uid"], one.get("status", {}).get("state", "")
         return "", ""
 
-    def says(self, kind: str, name: str, condition: str, part: str = "message") -> str:
+    def condition_of(self, kind: str, name: str, condition: str, part: str = "message") -> str:
         """What a condition of the tenant's object says."""
         path = f"{{.status.conditions[?(@.type=='{condition}')].{part}}}"
         return field(self.node, kind, name, EVIL, path)

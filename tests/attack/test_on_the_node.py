@@ -156,8 +156,8 @@ def test_the_api_server_lets_a_tenant_do_what_the_table_says_and_in_its_namespac
             reviews.append(review(asked))
             wanted.append((f"{way} {resource} in {SYSTEM}", False))
     listed = {"apiVersion": "v1", "kind": "List", "items": reviews}
-    said = installed.node.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(listed))
-    found = [one["status"]["allowed"] for one in each(said)]
+    reported = installed.node.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(listed))
+    found = [one["status"]["allowed"] for one in each(reported)]
     assert [words for (words, may), is_so in zip(wanted, found, strict=True) if may != is_so] == []
 
 
@@ -192,7 +192,7 @@ def test_an_annotation_neither_lends_another_pods_gpu_nor_takes_its_loan_away(
     bait = pod("bait", engine, {"rose-gpu.dev/gpus": gpu})
     installed.apply(bait, pool("bait", "Lend", app="bait"), lease("steal", "bait"), as_eve=True)
     installed.wait(
-        lambda: "NoGPU" in installed.says("rlease", "steal", "Granted"),
+        lambda: "NoGPU" in installed.condition_of("rlease", "steal", "Granted"),
         "the lease says that the pod has no GPU",
     )
     lent = {slot["spec"]["members"][0]["podName"] for slot in installed.slots()}
@@ -255,7 +255,9 @@ def test_a_value_that_is_none_of_the_arguments_is_refused_before_any_engine(
     asked = lease("value", "none", engineArguments={"dtype": "bfloat16;sh"})
     installed.apply(asked, as_eve=True)
     installed.wait(
-        lambda: installed.says("rlease", "value", "Accepted", "reason") == "ArgumentNotAllowed",
+        lambda: (
+            installed.condition_of("rlease", "value", "Accepted", "reason") == "ArgumentNotAllowed"
+        ),
         "the lease says that the value is none",
     )
 
@@ -454,12 +456,12 @@ async def test_a_router_that_was_taken_over_is_given_nothing_of_other_leases_or_
         if port["name"] == "enrol"
     ]
     async with doors.dialled(enrolling[0], trust) as channel:
-        said = []
+        received = []
         for method, message in asked:
             call = channel.unary_stream(method.path)(encode(message), timeout=20)
-            said.append(await first_of(call))
-    assert ["BEGIN CERTIFICATE" in text for text in said] == [False, False, True], said
-    assert all("StatusCode" in text for text in said[:2]), "they were refused, not lost"
+            received.append(await first_of(call))
+    assert ["BEGIN CERTIFICATE" in text for text in received] == [False, False, True], received
+    assert all("StatusCode" in text for text in received[:2]), "they were refused, not lost"
 
 
 async def first_of(call: grpc.aio.UnaryStreamCall[bytes, bytes]) -> str:
@@ -493,8 +495,8 @@ def test_the_api_server_gives_a_router_nothing(installed: Installed) -> None:
     for one in reviews:
         one["spec"] |= {"user": user, "groups": [*groups, "system:authenticated"]}
     listed = {"apiVersion": "v1", "kind": "List", "items": reviews}
-    said = installed.node.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(listed))
-    found = [one["status"]["allowed"] for one in each(said)]
+    reported = installed.node.kubectl("create", "-f", "-", "-o", "json", stdin=json.dumps(listed))
+    found = [one["status"]["allowed"] for one in each(reported)]
     assert [one for one, may in zip(asked, found, strict=True) if may] == []
     proof = held_by_the_router(installed).words["proof of its pod"]
     server = yaml.safe_load(installed.node.kubeconfig.read_text())["clusters"][0]["cluster"]

@@ -195,8 +195,8 @@ async def test_who_may_read_weights_has_no_block_of_a_record_by_its_hash(
             await anext(rpc.receive(channel, methods.FETCH, FetchRequest(names), token=word))
         if who != "installation":  # which publishes nothing
             asked = MissingRequest(names)
-            said = await rpc.call(channel, methods.MISSING, asked, timeout=20, token=word)
-            assert said.names == names, "nor is anybody told that it is there"
+            result = await rpc.call(channel, methods.MISSING, asked, timeout=20, token=word)
+            assert result.names == names, "nor is anybody told that it is there"
     finally:
         await channel.close()
 
@@ -286,8 +286,10 @@ async def test_no_right_to_weights_opens_a_session(shop: Shop) -> None:
     word, place = shop.words["trainer of a"], place_of("a-grpo", "s")
     channel = rpc.connect(shop.address)
     try:
-        said = await rpc.call(channel, methods.DESCRIBE, DescribeRequest(), timeout=20, token=word)
-        assert place not in said.runs
+        result = await rpc.call(
+            channel, methods.DESCRIBE, DescribeRequest(), timeout=20, token=word
+        )
+        assert place not in result.runs
         with pytest.raises(Forbidden, match="holds a sandbox's session"), understanding():
             await rpc.call(channel, methods.OPEN, OpenRequest(place, "x"), timeout=20, token=word)
     finally:

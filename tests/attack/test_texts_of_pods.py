@@ -85,8 +85,8 @@ def test_who_is_first_of_its_namespace_is_told_without_its_groups() -> None:
 def test_where_a_pidfd_does_not_tell_it_a_name_is_no_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = {"status": "Name:\tNSpid:x\nPid:\t7\nNSpid:\t7\t14\nThreads:\t1\n"}
-    monkeypatch.setattr(processes, "proc_text", lambda _, name: told.get(name, "Pid:\t7\n"))
+    found = {"status": "Name:\tNSpid:x\nPid:\t7\nNSpid:\t7\t14\nThreads:\t1\n"}
+    monkeypatch.setattr(processes, "proc_text", lambda _, name: found.get(name, "Pid:\t7\n"))
     assert inner_pid(os.getpid()) == 14
 
 
@@ -132,15 +132,15 @@ async def test_a_crowd_of_processes_costs_its_own_pod_the_loan(tmp_path: Path) -
 
 async def test_what_is_said_of_a_crowd_does_not_change_with_it(tmp_path: Path) -> None:
     """The operator writes it down each time that it does."""
-    said = set()
+    found = set()
     for many in (100, 200):
         (proc := tmp_path / str(many)).mkdir()
         crowd(proc, many, EVIL, 100)
         pods = guarded({}, {})
         pods._processes = Processes(proc, lambda pid: pid)
-        said.add(pods.pods([POLICY])[EVIL].claim.message)
-    assert len(said) == 1
-    assert "64" in said.pop()
+        found.add(pods.pods([POLICY])[EVIL].claim.message)
+    assert len(found) == 1
+    assert "64" in found.pop()
 
 
 def described(**annotations: str) -> dict[PodUid, ServingPod]:
@@ -161,8 +161,8 @@ def guarded(more: dict[str, Any], status: Any) -> KubernetesPods:  # noqa: ANN40
     for uid, written in ((EVIL, more), (GOOD, {})):
         meta = {"uid": uid, "name": uid[-4:], "namespace": "evil", "labels": {"app": "llm"}}
         meta |= {"resourceVersion": "1", "creationTimestamp": "2026-01-01T00:00:00Z"}
-        said = {"podIP": "10.0.0.9"} | (status if uid == EVIL else {})
-        pods._event({"type": "ADDED", "object": {"metadata": meta | written, "status": said}})
+        found = {"podIP": "10.0.0.9"} | (status if uid == EVIL else {})
+        pods._event({"type": "ADDED", "object": {"metadata": meta | written, "status": found}})
     return pods
 
 

@@ -138,11 +138,11 @@ async def engine_of(
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        said = EngineUpdate(name, EngineKind.BORROWED, LEASE, url, gate_open=True, cap=cap,
+        update = EngineUpdate(name, EngineKind.BORROWED, LEASE, url, gate_open=True, cap=cap,
                             version=VERSION)  # fmt: skip
         try:
             while not die.is_set():
-                async with owner(attach, said, "secret") as mine:
+                async with owner(attach, update, "secret") as mine:
                     killed = asyncio.create_task(die.wait())
                     await asyncio.wait({mine.task, killed}, return_when=asyncio.FIRST_COMPLETED)
                     killed.cancel()

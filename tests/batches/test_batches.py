@@ -213,8 +213,8 @@ async def test_cancelling_ends_a_batch_and_what_it_asked(tmp_path: Path) -> None
         router.free.clear()
         name = await caller().begin(batch_file(5))
         await until(lambda: router.running == 2)
-        status, said = await caller().ask("POST", f"/v1/batches/{name}/cancel")
-        assert (status, said["status"]) == (200, "cancelling")
+        status, answer = await caller().ask("POST", f"/v1/batches/{name}/cancel")
+        assert (status, answer["status"]) == (200, "cancelling")
         batch = await caller().ended(name)
         assert batch["status"] == "cancelled"
         assert batch["request_counts"]["failed"] == 5
@@ -347,8 +347,8 @@ async def test_every_route_asks_for_the_routers_token(tmp_path: Path) -> None:
             assert (await caller(token="").ask(method, path))[0] == 401, verb
             assert (await caller(token="secret").ask(method, path))[0] in {200, 400, 404}, verb
         nobody = Caller(caller().url, caller().http, {"Authorization": "Bearer secret"})
-        status, said = await nobody.ask("GET", "/v1/files")
-        assert (status, said["error"]["code"]) == (400, "no_tenant")
+        status, answer = await nobody.ask("GET", "/v1/files")
+        assert (status, answer["error"]["code"]) == (400, "no_tenant")
 
 
 def test_an_open_door_to_the_network_is_refused(
@@ -364,8 +364,8 @@ async def test_files_are_bounded_by_what_a_tenant_may_store(tmp_path: Path) -> N
         async with serving(tmp_path, router, tenant_bytes=4000) as caller:
             status, first = await caller("a").upload(b"x" * 3000)
             assert status == 200
-            status, said = await caller("a").upload(b"x" * 2000)
-            assert (status, said["error"]["code"]) == (400, "storage_exceeded")
+            status, answer = await caller("a").upload(b"x" * 2000)
+            assert (status, answer["error"]["code"]) == (400, "storage_exceeded")
             assert (await caller("b").upload(b"x" * 3000))[0] == 200
         # A start counts what is there.
         async with serving(tmp_path, router, tenant_bytes=4000, total_bytes=7000) as caller:
@@ -381,8 +381,8 @@ async def test_a_form_brings_one_file(tmp_path: Path) -> None:
         form = aiohttp.FormData({"purpose": "batch"})
         for size in (3000, 3000, 3000, 1):
             form.add_field("file", io.BytesIO(b"x" * size), filename="lines.jsonl")
-        status, said = await caller().ask("POST", "/v1/files", data=form)
-        assert (status, said["error"]["code"]) == (400, "two_files")
+        status, answer = await caller().ask("POST", "/v1/files", data=form)
+        assert (status, answer["error"]["code"]) == (400, "two_files")
         assert not list((tmp_path / "files").iterdir())
         assert (await caller().upload(b"x" * 3000))[0] == 200
 
@@ -448,18 +448,18 @@ async def test_a_wrong_batch_is_refused_at_once(
     async with fake_router() as router, serving(tmp_path, router) as caller:
         _, file = await caller().upload(batch_file(1))
         body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"} | change
-        status, said = await caller().ask("POST", "/v1/batches", json=body)
+        status, answer = await caller().ask("POST", "/v1/batches", json=body)
     assert 400 <= status < 500
-    assert said["error"]["code"] == code
+    assert answer["error"]["code"] == code
 
 
 async def test_a_wrong_file_is_refused_at_once(tmp_path: Path) -> None:
     async with fake_router() as router, serving(tmp_path, router) as caller:
-        status, said = await caller().upload(b"x", purpose="fine-tune")
-        assert (status, said["error"]["code"]) == (400, "wrong_purpose")
-        status, said = await caller().ask("POST", "/v1/files", json={})
-        assert (status, said["error"]["code"]) == (400, "no_form")
-        status, said = await caller().ask("POST", "/v1/files", data={"purpose": "batch"})
+        status, answer = await caller().upload(b"x", purpose="fine-tune")
+        assert (status, answer["error"]["code"]) == (400, "wrong_purpose")
+        status, answer = await caller().ask("POST", "/v1/files", json={})
+        assert (status, answer["error"]["code"]) == (400, "no_form")
+        status, answer = await caller().ask("POST", "/v1/files", data={"purpose": "batch"})
         assert status == 400
         head = {"Content-Type": "multipart/form-data; boundary=x"}
         for torn in (b"", b"--x\r\n", b"--x\r\nContent-Disposition: form-data\r\n\r\nhalf"):
@@ -510,8 +510,8 @@ async def test_a_file_that_a_live_batch_reads_stays(tmp_path: Path) -> None:
         await until(lambda: router.running == 1)
         _, batch = await team.ask("GET", f"/v1/batches/{name}")
         file = batch["input_file_id"]
-        status, said = await team.ask("DELETE", f"/v1/files/{file}")
-        assert (status, said["error"]["code"]) == (400, "file_in_use")
+        status, answer = await team.ask("DELETE", f"/v1/files/{file}")
+        assert (status, answer["error"]["code"]) == (400, "file_in_use")
         now.at += 11
         assert await worker.do(worker.journal.expire, now(), 10) == 0
         router.free.set()
@@ -554,8 +554,8 @@ async def test_a_batch_that_was_killed_while_its_files_were_written_ends(
             await wait_for_answers(caller(), name, 1)
         with contextlib.closing(Journal(tmp_path)) as journal:
             assert journal.move(name, "finalizing", 5.0).status == "finalizing"
-            said = output_line(f"{name}-2", "line-1", response=(200, b"{}"))
-            journal.record([Answer(name, 2, said, failed=False)])
+            output = output_line(f"{name}-2", "line-1", response=(200, b"{}"))
+            journal.record([Answer(name, 2, output, failed=False)])
         if torn:
             with contextlib.closing(sqlite3.connect(tmp_path / "batches.db")) as database, database:
                 database.execute("UPDATE lines SET said = ? WHERE number = 2", (b"torn",))
@@ -584,10 +584,10 @@ async def test_a_batch_is_finalizing_while_its_files_are_written(
     async with fake_router() as router, serving(tmp_path, router) as caller:
         name = await caller().begin(batch_file(1))
         batch = await caller().ended(name)
-        status, said = await caller().ask("POST", f"/v1/batches/{name}/cancel")
+        status, answer = await caller().ask("POST", f"/v1/batches/{name}/cancel")
     assert set(seen) == {"finalizing"}
     assert batch["status"] == "completed"
-    assert (status, said) == (200, batch)
+    assert (status, answer) == (200, batch)
 
 
 def begun(journal: Journal, count: int) -> StoredBatch:
@@ -775,5 +775,5 @@ async def test_metrics_say_what_became_of_lines(tmp_path: Path) -> None:
 
 
 def test_an_answer_tells_whose_it_is() -> None:
-    said = json.loads(batch_file(1))["body"]
-    assert answer_to(said)["choices"][0]["message"]["content"] == "answer to ask 0"
+    answer = json.loads(batch_file(1))["body"]
+    assert answer_to(answer)["choices"][0]["message"]["content"] == "answer to ask 0"

@@ -21,17 +21,17 @@ MODELS = frozenset({"policy"})
 
 
 def line(custom_id: str = "a", url: str = CHAT, **body: object) -> bytes:
-    said = {
+    found = {
         "custom_id": custom_id,
         "method": "POST",
         "url": url,
         "body": {"model": "policy", **body},
     }
-    return json.dumps(said).encode() + b"\n"
+    return json.dumps(found).encode() + b"\n"
 
 
 @pytest.mark.parametrize(
-    ("raw", "code", "said"),
+    ("raw", "code", "text"),
     [
         (b"{nonsense\n", "invalid_json_line", "expected {"),
         (b'"text"\n', "invalid_json_line", "expected {"),
@@ -50,10 +50,10 @@ def line(custom_id: str = "a", url: str = CHAT, **body: object) -> bytes:
         (line("b", x="y" * (8 << 20)), "line_too_long", "condense"),
     ],
 )
-def test_a_wrong_line_is_named_with_its_number(raw: bytes, code: str, said: str) -> None:
+def test_a_wrong_line_is_named_with_its_number(raw: bytes, code: str, text: str) -> None:
     checked = check([line("a"), b"\n", raw, line("z")], CHAT, MODELS)
     assert [(one.code, one.line) for one in checked.problems] == [(code, 3)]
-    assert said in checked.problems[0].message
+    assert text in checked.problems[0].message
 
 
 def test_lines_are_found_again_at_their_place() -> None:

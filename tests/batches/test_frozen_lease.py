@@ -34,8 +34,8 @@ async def test_each_line_has_one_answer_beside_a_serving_engine(tmp_path: Path) 
         stdout=PIPE,
         stderr=STDOUT,
     )
-    said, _ = await process.communicate()
-    assert process.returncode == 0, said.decode()
+    output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
     report = msgspec.json.decode((tmp_path / "out/bench/batches.json").read_bytes(), type=Report)
     found = {one.name: one.value for one in report.figures}
     assert found["lines: asked"] == 300

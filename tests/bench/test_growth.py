@@ -19,18 +19,18 @@ def whole() -> FleetScenario:
     return found
 
 
-def gpus(told: FleetScenario) -> int:
-    serving = sum(one.count * one.service.replicas for one in told.services)
-    return serving + told.jobs.count * told.jobs.job.dedicated
+def gpus(scenario: FleetScenario) -> int:
+    serving = sum(one.count * one.service.replicas for one in scenario.services)
+    return serving + scenario.jobs.count * scenario.jobs.job.dedicated
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_sized_fleet_has_its_gpus_and_the_load_of_the_whole_one(
     whole: FleetScenario, size: Size
 ) -> None:
-    told = sized(whole, size)
-    assert gpus(told) == size.gpus
-    for kind, same in zip(told.services, whole.services, strict=True):
+    reported = sized(whole, size)
+    assert gpus(reported) == size.gpus
+    for kind, same in zip(reported.services, whole.services, strict=True):
         rate, full = kind.service.load.requests_per_s, same.service.load.requests_per_s
         assert rate is not None
         assert full is not None

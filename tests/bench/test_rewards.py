@@ -22,8 +22,8 @@ TAKES = [10.0] * 80
 def test_the_charts_setting_is_the_charts() -> None:
     values = yaml.safe_load(VALUES.read_text())["rewards"]
     names = ("targetSeconds", "patienceSeconds", "coldStartSeconds")
-    told = (*(values[name] for name in names), values["keda"]["cooldownSeconds"])
-    assert told == (CHART.target_s, CHART.patience_s, CHART.cold_s, CHART.cooldown_s)
+    reported = (*(values[name] for name in names), values["keda"]["cooldownSeconds"])
+    assert reported == (CHART.target_s, CHART.patience_s, CHART.cold_s, CHART.cooldown_s)
     assert CHART.poll_s == 15.0, "test_rewards of the chart says so"
     assert values["worker"]["most"] == CHART.most
 
@@ -134,13 +134,13 @@ def test_each_trainer_is_shown_beside_the_whole_batch_and_its_own_kind_with_the_
         return counts
 
     monkeypatch.setattr(steps, "played", played)
-    told = {one.name: one.value for one in steps.figures(1.0, [1, 2], list(takes))}
+    found = {one.name: one.value for one in steps.figures(1.0, [1, 2], list(takes))}
     late = "streams, one late, rewards of 10 s: "
-    assert told[f"{late}a step"] == pytest.approx(93.5)
-    assert told[f"{late}the last reward alone, of the step without it"] == pytest.approx(
+    assert found[f"{late}a step"] == pytest.approx(93.5)
+    assert found[f"{late}the last reward alone, of the step without it"] == pytest.approx(
         (2 / 91 + 2 / 92) / 2
     )
-    assert told[f"{late}a step, x whole with them"] == pytest.approx((93 / 151 + 94 / 152) / 2)
-    assert told[f"{late}a step, x streams with them"] == pytest.approx((93 / 111 + 94 / 112) / 2)
-    assert told[f"{late}the last reward, beyond streams"] == pytest.approx(-8.0)
-    assert "streams, rewards of 10 s: a step, x streams with them" not in told
+    assert found[f"{late}a step, x whole with them"] == pytest.approx((93 / 151 + 94 / 152) / 2)
+    assert found[f"{late}a step, x streams with them"] == pytest.approx((93 / 111 + 94 / 112) / 2)
+    assert found[f"{late}the last reward, beyond streams"] == pytest.approx(-8.0)
+    assert "streams, rewards of 10 s: a step, x streams with them" not in found

@@ -11,7 +11,7 @@ from rose_simulate.model.scenarios.scenario import Scenario
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "text"),
     [
         ((), "give --tokens-per-step"),
         (("--tokens-per-step", "0.5"), "1 or more"),
@@ -20,21 +20,21 @@ from rose_simulate.model.scenarios.scenario import Scenario
 )
 def test_drafts_without_what_they_give_are_refused_and_nothing_is_recorded(
     given: tuple[str, ...],
-    told: str,
+    text: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(rollouts, "record", lambda *_, **__: pytest.fail("recorded"))
     with pytest.raises(SystemExit):
         rollouts.main(["--only", "drafts", *given])
-    assert told in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 def test_a_sweep_of_drafts_has_no_aim_and_one_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[float] = []
 
-    def simulate(told: Scenario, *_: object) -> SimpleNamespace:
-        job = told.jobs[0]
+    def simulate(scenario: Scenario, *_: object) -> SimpleNamespace:
+        job = scenario.jobs[0]
         ran.append(job.tokens_per_step if job.draft_nodes else 0.0)
         return SimpleNamespace(makespans=[90.0 / job.tokens_per_step] * 3)
 

@@ -17,12 +17,12 @@ def _taken_apart(
     policy: str, *, dedicated: int, borrowed: int, groups: int, members: int
 ) -> tuple[spent.Step, ...]:
     """Steps of a job of such a size."""
-    told, material = scenario("step", FOLDER)
+    setup, material = scenario("step", FOLDER)
     size = {"group": members, "batch_groups": groups}
     engines = {"dedicated": dedicated, "borrowed": borrowed, "dedicated_cap": 4, "cap": 4}
-    job = told.jobs[0].model_copy(update=size | engines)
-    service = told.services[0].model_copy(update={"replicas": 8})
-    small = told.model_copy(update={"jobs": (job,), "services": (service,)})
+    job = setup.jobs[0].model_copy(update=size | engines)
+    service = setup.services[0].model_copy(update={"replicas": 8})
+    small = setup.model_copy(update={"jobs": (job,), "services": (service,)})
     found = simulate(small, POLICIES[policy], 7, material, _STEPS)
     return tuple(spent.steps(found.lives, found.makespans[:_STEPS], job.train_s))
 

@@ -64,8 +64,8 @@ def installation(
         try:
             node.helm("install", *where, *given, "--wait", "--timeout=120s", seconds=150)
             if smoke:
-                said = node.helm("test", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
-                assert "Succeeded" in said
+                reported = node.helm("test", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
+                assert "Succeeded" in reported
         except CommandFailed as error:
             pytest.fail("\n\n".join([str(error), *seen(node)]))
         beside = (HERE / "cluster.yaml").read_text() + tenants_secret(models)

@@ -77,8 +77,10 @@ class Pod:
     def python(self, node: Node, script: str, *arguments: str) -> Any:  # noqa: ANN401  # JSON
         """What a script prints that runs in it."""
         where = (self.name, f"--namespace={self.namespace}", f"--container={self.containers[0]}")
-        said = node.kubectl("exec", *where, "--", "python", "-c", script, *arguments, seconds=120)
-        return json.loads(said)
+        reported = node.kubectl(
+            "exec", *where, "--", "python", "-c", script, *arguments, seconds=120
+        )
+        return json.loads(reported)
 
     def listens(self, node: Node) -> list[int]:
         """Ports on which it listens to others, whether it declares them or not."""

@@ -122,9 +122,9 @@ def notes(plane: ControlPlane, *values: str) -> str:
 
 
 def found(plane: ControlPlane, *values: str) -> str:
-    said = notes(plane, *values)
-    assert "gpus.access is Auto" in said
-    _, _, rest = said.partition(", which found ")
+    reported = notes(plane, *values)
+    assert "gpus.access is Auto" in reported
+    _, _, rest = reported.partition(", which found ")
     return rest.partition(" ")[0] if rest else "nothing"
 
 
@@ -171,14 +171,14 @@ def test_a_runtime_class_of_another_name_is_looked_for_by_that_name(plane: Contr
 def test_where_nothing_is_found_the_notes_say_what_was_sought_and_where_to_look(
     plane: ControlPlane,
 ) -> None:
-    said = " ".join(notes(plane).split())
-    assert "no runtime class nvidia, no NRI policy of the GPU operator, no device class" in said
-    assert "no GKE node was found" in said
-    assert "rose_guard_device_access" in said
+    text = " ".join(notes(plane).split())
+    assert "no runtime class nvidia, no NRI policy of the GPU operator, no device class" in text
+    assert "no GKE node was found" in text
+    assert "rose_guard_device_access" in text
 
 
 def test_a_mode_that_is_named_is_not_looked_for(plane: ControlPlane) -> None:
     with there(plane, RUNTIME):
-        said = notes(plane, "gpus.access=NRI")
-    assert "gpus.access is NRI" in said
-    assert "which found" not in said
+        reported = notes(plane, "gpus.access=NRI")
+    assert "gpus.access is NRI" in reported
+    assert "which found" not in reported

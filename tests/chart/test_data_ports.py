@@ -34,8 +34,8 @@ def ports(plane: ControlPlane) -> list[int]:
         *("--set=networkPolicy.enabled=true", f"--set=engineHost.dataPort={NEXT}"),
         *(f"--kubeconfig={plane.kubeconfig}", "--hide-secret"),
     ]
-    said = run(command, seconds=120).stdout
-    _, _, manifests = said.partition("MANIFEST:\n")
+    output = run(command, seconds=120).stdout
+    _, _, manifests = output.partition("MANIFEST:\n")
     manifests, _, _ = manifests.partition("\nNOTES:")
     (host,) = [
         one

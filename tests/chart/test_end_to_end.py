@@ -166,10 +166,10 @@ def turn(node: Node, session: str = "") -> list[int]:
 def train_on_a_right_answer(node: Node, name: str) -> None:
     """A trajectory of one turn, and the trainer's word that it was right."""
     turn(node, name)
-    said = json.dumps({"trained": [name], "rewards": {name: 1.0}}).encode()
+    reported = json.dumps({"trained": [name], "rewards": {name: 1.0}}).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {callers_token(node)}"}
     url = f"http://{service(node)}:8000/trajectories"
-    request = urllib.request.Request(url, said, headers)
+    request = urllib.request.Request(url, reported, headers)
     with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310  # to the cluster
         assert json.load(answer) == {"unknown": []}
 
@@ -181,8 +181,8 @@ def nobody_calls_without_a_token(node: Node) -> None:
             with pytest.raises(urllib.error.HTTPError) as refused:
                 post(f"http://{service(node)}:8000{path}", max_new_tokens=1, token=token)
             assert refused.value.code == 401
-            said = json.load(refused.value)["message"]
-            assert "--namespace research --audience rose-lease/research/grpo" in said
+            reported = json.load(refused.value)["message"]
+            assert "--namespace research --audience rose-lease/research/grpo" in reported
 
 
 def test_a_lease_becomes_turns(installed: Node, tmp_path: Path) -> None:
@@ -282,9 +282,9 @@ def unchanged(node: Node, before: dict[str, str]) -> None:
     if now != before:
         different = {name: (before[name], now[name]) for name in now if now[name] != before[name]}
         events = node.kubectl("get", "events", "-A", "--sort-by=.lastTimestamp").splitlines()
-        told = [line for line in events if "rose-gpu" in line or "rollout" in line.lower()]
+        found = [line for line in events if "rose-gpu" in line or "rollout" in line.lower()]
         pytest.fail(
-            "\n".join([str(different), *told, logs(node, "deployment/rose-operator")]),
+            "\n".join([str(different), *found, logs(node, "deployment/rose-operator")]),
         )
 
 

@@ -64,7 +64,7 @@ NOT_THE_CHARTS = {Listener.API, Listener.STORE, Listener.INGEST, Listener.FORWAR
 TOKEN = "0123456789abcdef0123456789abcdef"
 
 
-def told() -> Object:
+def policy_of() -> Object:
     """The values of docs/install.md."""
     _, _, page = INSTALL.read_text().partition("### Network policies\n")
     found = re.search(r"```yaml\n(networkPolicy:\n.*?)```", page, re.DOTALL)
@@ -76,7 +76,7 @@ def told() -> Object:
 def values() -> Object:
     """Those, the relay, and what else of the chart listens."""
     return {
-        **told(),
+        **policy_of(),
         "stores": [],
         "relay": {
             "enabled": True,
@@ -237,8 +237,8 @@ def test_who_is_named_gets_through(closed: Node) -> None:
     assert len(team.posts(node, f"{router}/generate", token, asked)["output_ids"]) == 8
 
     reward = {"trajectory": "one", "function": "exact", "answer": "4", "expected": "4"}
-    said = team.posts(node, f"http://rose-rewards.{SYSTEM}.svc:8100/v1/rewards", TOKEN, reward)
-    assert said["reward"] == 1.0, "the gateway was asked, and a worker has dialled it"
+    reported = team.posts(node, f"http://rose-rewards.{SYSTEM}.svc:8100/v1/rewards", TOKEN, reward)
+    assert reported["reward"] == 1.0, "the gateway was asked, and a worker has dialled it"
 
     (reader,) = pods(node, f"--namespace={MONITORING}")
     pages = {

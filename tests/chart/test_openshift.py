@@ -52,7 +52,7 @@ PRIVILEGED: Object = {"gpus": {"access": "HostPath"}}
 
 def admits(scc: Object, pod: Object) -> list[str]:
     """Why the constraints refuse the pod; empty when they admit it."""
-    said = [
+    answer = [
         f"pod asks for {field}"
         for field, allowed in (
             ("hostPID", "allowHostPID"),
@@ -63,37 +63,37 @@ def admits(scc: Object, pod: Object) -> list[str]:
     ]
     own = pod.get("securityContext", {})
     if scc["fsGroup"]["type"] != "RunAsAny" and "fsGroup" in own:
-        said.append("pod fixes fsGroup")
+        answer.append("pod fixes fsGroup")
     if scc["seLinuxContext"]["type"] != "RunAsAny" and "seLinuxOptions" in own:
-        said.append("pod fixes its SELinux context")
+        answer.append("pod fixes its SELinux context")
     for volume in pod.get("volumes", []):
         (kind,) = set(volume) - {"name"}
         if kind not in scc["volumes"]:
-            said.append(f"volume {volume['name']} is a {kind}")
+            answer.append(f"volume {volume['name']} is a {kind}")
     for container in (*pod["containers"], *pod.get("initContainers", [])):
-        said += [f"{container['name']}: {why}" for why in _refusals(scc, own, container)]
-    return said
+        answer += [f"{container['name']}: {why}" for why in _refusals(scc, own, container)]
+    return answer
 
 
 def _refusals(scc: Object, pod: Object, container: Object) -> list[str]:
     own: dict[str, Any] = container.get("securityContext", {})
-    said = []
+    received = []
     if own.get("privileged") and not scc["allowPrivilegedContainer"]:
-        said.append("privileged")
+        received.append("privileged")
     if own.get("allowPrivilegeEscalation") and not scc["allowPrivilegeEscalation"]:
-        said.append("privilege escalation")
+        received.append("privilege escalation")
     if scc["readOnlyRootFilesystem"] and not own.get("readOnlyRootFilesystem"):
-        said.append("writes to its root")
+        received.append("writes to its root")
     if scc["runAsUser"]["type"] != "RunAsAny" and {"runAsUser"} & {*own, *pod}:
-        said.append("fixes its user")
+        received.append("fixes its user")
     profile = own.get("seccompProfile", pod.get("seccompProfile"))
     if "*" not in scc["seccompProfiles"] and profile != {"type": "RuntimeDefault"}:
-        said.append(f"seccomp {profile}")
+        received.append(f"seccomp {profile}")
     capabilities = own.get("capabilities", {})
     over = set(capabilities.get("add", [])) - set(scc["allowedCapabilities"])
     if over and not own.get("privileged"):
-        said.append(f"capabilities {sorted(over)}")
-    return said
+        received.append(f"capabilities {sorted(over)}")
+    return received
 
 
 def constraints(rendered: Rendered) -> dict[str, Object]:

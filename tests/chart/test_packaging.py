@@ -340,13 +340,13 @@ def test_tls_can_be_off_and_then_nothing_mentions_it() -> None:
     rendered = render({**LENDING, "relay": RELAY, "tls": {"enabled": False}})
     relay = rendered.one("Deployment", "rose-relay")
     others = [item for item in rendered.objects if item is not relay]
-    told = [
+    answer = [
         # A token is drawn at random: its letters may spell anything.
         {**item, "data": sorted(item.get("data", {}))} if item["kind"] == "Secret" else item
         for item in others
         if "Custom" not in item["kind"]
     ]
-    text = yaml.safe_dump_all(told)
+    text = yaml.safe_dump_all(answer)
     assert "tls" not in text.lower()
 
 

@@ -67,8 +67,8 @@ def test_the_list_is_one_that_a_gateway_reads(tmp_path: Path) -> None:
 def test_keda_polls_as_often_as_a_cool_down_ends_and_no_less_than_it_does_by_itself(
     cooldown: int, polls: int
 ) -> None:
-    told = {**VALUES["rewards"], "keda": {"cooldownSeconds": cooldown}}
-    scaled = render({**VALUES, "rewards": told}, KEDA).one("ScaledObject", "rose-reward-worker-a")
+    found = {**VALUES["rewards"], "keda": {"cooldownSeconds": cooldown}}
+    scaled = render({**VALUES, "rewards": found}, KEDA).one("ScaledObject", "rose-reward-worker-a")
     assert scaled["spec"]["cooldownPeriod"] == cooldown
     assert scaled["spec"]["pollingInterval"] == polls
 

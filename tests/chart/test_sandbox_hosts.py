@@ -225,10 +225,10 @@ def test_an_agents_world_survives_the_kill_of_its_hosts_pod(installed: Node) -> 
         node.kubectl(
             *("rollout", "status", f"daemonset/{NAME}", f"--namespace={SYSTEM}", "--timeout=90s")
         )
-        said = ask(node, RESTORE).split("\n")
-        assert said[0] == "[1, 2, 3]"
-        assert said[1].startswith("hello one")
-        assert said[-1].strip() == "beats", "its job in the background goes on"
+        reported = ask(node, RESTORE).split("\n")
+        assert reported[0] == "[1, 2, 3]"
+        assert reported[1].startswith("hello one")
+        assert reported[-1].strip() == "beats", "its job in the background goes on"
         assert ask(node, FORK).split() == ["one", "one"]
     except (CommandFailed, AssertionError) as error:
         pytest.fail("\n\n".join([str(error), logs_of_host(node), *seen(node)]))

@@ -141,8 +141,10 @@ def test_a_host_is_told_how_many_tunnels_there_may_be_and_for_how_long() -> None
         ({"tunnels": 0, "tunnelIdleSeconds": 60}, 0, 60.0),
     ):
         rendered = render({"sandboxes": {**SANDBOXES, **more}})
-        told = parser().parse_args(rendered.container("DaemonSet", NAME, "sandbox-host")["args"])
-        assert (told.tunnels, told.tunnel_idle_seconds) == (most, idle)
+        reported = parser().parse_args(
+            rendered.container("DaemonSet", NAME, "sandbox-host")["args"]
+        )
+        assert (reported.tunnels, reported.tunnel_idle_seconds) == (most, idle)
 
 
 def test_a_host_is_told_how_much_disk_it_may_take_and_the_node_gives_it() -> None:

@@ -495,8 +495,8 @@ def test_runs_of_teams_are_kept_apart_by_the_list_of_stores() -> None:
     assert found["main"] == {"address": "a:1", "runs": runs}
     assert found["relay"]["runs"] == runs
     arguments = rendered.container("Deployment", "rose-operator", "operator")["args"]
-    told = {"--router-authentication=enforced", "--turn-secrets", "--lent-weight=0.5"}
-    assert told <= set(arguments)
+    listed = {"--router-authentication=enforced", "--turn-secrets", "--lent-weight=0.5"}
+    assert listed <= set(arguments)
 
 
 def test_a_cluster_of_one_team_may_let_anybody_call() -> None:

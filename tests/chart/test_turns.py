@@ -18,20 +18,20 @@ from tests.chart.turns import TOKENS, Turns
 Answer = Callable[[socket.socket], None]
 
 
-def say(one: socket.socket, status: str, body: str) -> None:
+def respond(one: socket.socket, status: str, body: str) -> None:
     one.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
 
 
 def whole(one: socket.socket) -> None:
-    say(one, "200 OK", json.dumps({"output_ids": [0] * TOKENS}))
+    respond(one, "200 OK", json.dumps({"output_ids": [0] * TOKENS}))
 
 
 def short(one: socket.socket) -> None:
-    say(one, "200 OK", json.dumps({"output_ids": [0]}))
+    respond(one, "200 OK", json.dumps({"output_ids": [0]}))
 
 
 def refuse(one: socket.socket) -> None:
-    say(one, "503 Service Unavailable", "no engine")
+    respond(one, "503 Service Unavailable", "no engine")
 
 
 def hang_up(_: socket.socket) -> None:
@@ -71,7 +71,7 @@ def router(port: int, answer: Answer) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "text"),
     [
         (hang_up, "cut off"),
         (reset, "cut off"),
@@ -80,11 +80,11 @@ def router(port: int, answer: Answer) -> Iterator[None]:
         (short, "another length"),
     ],
 )
-def test_a_turn_that_was_sent_and_not_answered_whole_has_failed(answer: Answer, said: str) -> None:
+def test_a_turn_that_was_sent_and_not_answered_whole_has_failed(answer: Answer, text: str) -> None:
     port = free_port()
     with router(port, answer), Turns(f"http://127.0.0.1:{port}/generate", "t") as turns:
         wait_until(lambda: bool(turns.failed), "a failure", seconds=30)
-    assert said in turns.failed[0]
+    assert text in turns.failed[0]
     assert not turns.answered
 
 

@@ -133,8 +133,8 @@ def until(node: Node, met: Callable[[], object], what: str) -> None:
     try:
         wait_until(lambda: bool(met()), what, seconds=SECONDS, pause=1.0)
     except StartFailed as error:
-        told = node.kubectl("get", "servingpools", "-A", "--output=yaml", check=False)
-        pytest.fail("\n\n".join([str(error), told, *seen(node)]))
+        output = node.kubectl("get", "servingpools", "-A", "--output=yaml", check=False)
+        pytest.fail("\n\n".join([str(error), output, *seen(node)]))
 
 
 def falls_asleep(node: Node, but: str = "") -> str:

@@ -66,11 +66,11 @@ class Turns:
     def _turn(self, connection: http.client.HTTPConnection) -> None:
         connection.request("POST", self._path, _BODY, self._headers)
         answer = connection.getresponse()
-        said = answer.read()
+        output = answer.read()
         if answer.status != http.client.OK:
-            self.failed.append(f"{answer.status}: {said[:300]!r}")
-        elif len(json.loads(said)["output_ids"]) != TOKENS:
-            self.failed.append(f"a turn of another length: {said[:300]!r}")
+            self.failed.append(f"{answer.status}: {output[:300]!r}")
+        elif len(json.loads(output)["output_ids"]) != TOKENS:
+            self.failed.append(f"a turn of another length: {output[:300]!r}")
         else:
             self.answered += 1
 

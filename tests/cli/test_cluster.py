@@ -92,9 +92,9 @@ def test_status_top_and_report_tell_what_there_is(
     assert (row["namespace"], row["leases"]) == (town.namespace, 1)
     town.namespace = "nowhere"
     assert town.rose("status") == 0
-    said = capsys.readouterr().out
-    assert "no pools in namespace nowhere (-A: in all)" in said
-    assert "no leases in namespace nowhere" in said
+    output = capsys.readouterr().out
+    assert "no pools in namespace nowhere (-A: in all)" in output
+    assert "no leases in namespace nowhere" in output
 
 
 @pytest.mark.cluster

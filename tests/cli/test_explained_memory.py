@@ -73,11 +73,11 @@ def test_a_lease_learns_what_each_setting_would_lend_and_cost_on_the_tightest_re
 ) -> None:
     lease = RolloutLease.model_validate(changed(LEASE, ASKED | {"spec.kvTokens": 32768}))
     answer_ = explained(lease, report("a", parts(100)), report("b", parts(125)), report("c", None))
-    said = memory_text(given(model, serving=model), lease, answer_)
-    assert "memory of s/b, which lends least of 2: 140.0 GiB in all" in said
-    assert "serving used up to 125.0 GiB, headroom 3.0 GiB" in said
-    assert "KV 4.5 GiB for 32768 tokens" in said
-    rows = {line[:34].strip(): line[34:].strip() for line in said.splitlines()}
+    reported = memory_text(given(model, serving=model), lease, answer_)
+    assert "memory of s/b, which lends least of 2: 140.0 GiB in all" in reported
+    assert "serving used up to 125.0 GiB, headroom 3.0 GiB" in reported
+    assert "KV 4.5 GiB for 32768 tokens" in reported
+    rows = {line[:34].strip(): line[34:].strip() for line in reported.splitlines()}
     assert rows["as it is"].startswith("12.0 GiB ")
     assert "no" in rows["as it is"].split()
     less = rows["--mem-fraction-static 0.20 less"]
@@ -93,13 +93,13 @@ def test_a_lease_learns_what_each_setting_would_lend_and_cost_on_the_tightest_re
 def test_without_the_serving_model_the_price_is_told_in_memory(model: Path) -> None:
     kind = {"spec.engine": {"kind": "VLLM", "port": 8000}}
     pool = ServingPool.model_validate(changed(POOL, ASKED | kind))
-    said = memory_text(given(model), pool, explained(pool, report("a", parts(130))))
-    assert "--gpu-memory-utilization 0.10 less" in said
-    assert "14.0 GiB of its KV pool (--serving DIR says how many tokens)" in said
-    assert "for 16384 tokens" in said
+    reported = memory_text(given(model), pool, explained(pool, report("a", parts(130))))
+    assert "--gpu-memory-utilization 0.10 less" in reported
+    assert "14.0 GiB of its KV pool (--serving DIR says how many tokens)" in reported
+    assert "for 16384 tokens" in reported
 
 
 def test_replicas_whose_memory_nobody_knows_are_not_guessed(model: Path) -> None:
     lease = RolloutLease.model_validate(changed(LEASE, ASKED))
-    said = memory_text(given(model), lease, explained(lease, report("a", None)))
-    assert said == "no replica says how much memory its serving uses\n"
+    reported = memory_text(given(model), lease, explained(lease, report("a", None)))
+    assert reported == "no replica says how much memory its serving uses\n"

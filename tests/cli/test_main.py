@@ -23,15 +23,15 @@ def test_without_a_verb_the_usage_is_shown_and_the_exit_code_is_2(
 
 def test_an_unknown_verb_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lend"]) == 2
-    told = capsys.readouterr().err
-    assert "no verb 'lend'" in told
-    assert "usage: rose VERB" in told
+    output = capsys.readouterr().err
+    assert "no verb 'lend'" in output
+    assert "usage: rose VERB" in output
 
 
 def test_a_verb_that_is_nearly_one_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["statsu"]) == 2
-    told = capsys.readouterr().err
-    assert told == "rose: no verb 'statsu'; did you mean 'status'? rose --help lists all\n"
+    output = capsys.readouterr().err
+    assert output == "rose: no verb 'statsu'; did you mean 'status'? rose --help lists all\n"
 
 
 def test_the_rest_of_the_arguments_and_the_exit_code_pass_through(

@@ -275,10 +275,10 @@ def test_a_mistake_is_told_in_a_line(
             code = cli.main(words.split())
         except SystemExit as stop:  # argparse's own
             code = int(stop.code or 0)
-    said = capfd.readouterr().err + caplog.text
+    output = capfd.readouterr().err + caplog.text
     assert code in {1, 2}
-    assert wanted in said
-    assert "Traceback" not in said
+    assert wanted in output
+    assert "Traceback" not in output
 
 
 def test_an_interruption_ends_it_quietly(

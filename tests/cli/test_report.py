@@ -107,8 +107,12 @@ def test_a_row_says_what_an_answer_cost_and_what_a_lent_hour_may() -> None:
     assert (row["saved"], row["break_even_lent_hour"]) == (0.5, 2.0)
     (together,) = summed([*used, *used], "pool", made=True)
     assert (together["cost"], together["cost_per_accepted"]) == (12.0, 0.06)
-    (untold,) = usage_rows(usages([lease("grpo", 8, 4000)], pools), made=True)
-    assert (untold["accepted"], untold["cost_per_accepted"], untold["saved"]) == (None, None, None)
+    (unreported,) = usage_rows(usages([lease("grpo", 8, 4000)], pools), made=True)
+    assert (unreported["accepted"], unreported["cost_per_accepted"], unreported["saved"]) == (
+        None,
+        None,
+        None,
+    )
 
 
 def harmful() -> RolloutLease:
@@ -129,8 +133,8 @@ def test_the_page_shows_cost_per_answer_with_plots(
 ) -> None:
     monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Objects()))
     page = tmp_path / "page.html"
-    told = ["--accepted", "default/grpo=100", "--correct", "default/grpo=40"]
-    assert report.main(["--html", str(page), *told]) == 0
+    found = ["--accepted", "default/grpo=100", "--correct", "default/grpo=40"]
+    assert report.main(["--html", str(page), *found]) == 0
     assert "default/grpo" in capsys.readouterr().out
     assert page.read_text().count("<svg") == 2
     assert "<td>0.08</td><td>0.2</td>" in page.read_text()  # 4 h at 2, per 100 and per 40
@@ -143,13 +147,13 @@ def test_json_says_it_with_the_page_or_without(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Objects()))
-    told = ["--accepted", "default/grpo=100", "--alone-gpu-hours", "default/grpo=0.1"]
-    assert report.main(["-o", "json", *told]) == 0
+    found = ["--accepted", "default/grpo=100", "--alone-gpu-hours", "default/grpo=0.1"]
+    assert report.main(["-o", "json", *found]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["accepted"], row["cost_per_accepted"], row["saved"]) == (100, 0.08, 0.2)
     assert report.main(["--by", "pool"]) == 0
     assert "COST_PER" not in capsys.readouterr().out
-    assert report.main(["--by", "pool", *told]) == 0
+    assert report.main(["--by", "pool", *found]) == 0
     assert "COST_PER_ACCEPTED" in capsys.readouterr().out
 
 
@@ -160,8 +164,8 @@ class Reported(Objects):
         (found,) = super().objects(kind, everywhere=everywhere)
         if kind is not RolloutLease:
             return [found]
-        told = {"accepted_trajectories": 100, "correct_answers": 40}
-        totals = found.status.totals.model_copy(update=told)
+        listed = {"accepted_trajectories": 100, "correct_answers": 40}
+        totals = found.status.totals.model_copy(update=listed)
         return [
             found.model_copy(update={"status": found.status.model_copy(update={"totals": totals})})
         ]
@@ -201,7 +205,7 @@ class Counted(Objects):
         found = super().objects(kind, everywhere=everywhere)
         if kind is not RolloutLease:
             return found
-        told = {
+        listed = {
             "acceptedTrajectories": 100,
             "correctAnswers": 40,
             "dedicatedTokens": 12_000,
@@ -214,7 +218,7 @@ class Counted(Objects):
             "openMilliseconds": 4 * 3_600_000,
             "reservedMilliseconds": 2 * 3_600_000,
         }
-        return [lease("grpo", 8, 4000, status={"totals": told})]
+        return [lease("grpo", 8, 4000, status={"totals": listed})]
 
 
 def _lines(text: str) -> dict[str, str]:
@@ -227,16 +231,16 @@ def test_the_report_takes_a_correct_answers_cost_apart_and_the_parts_give_the_bi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Counted()))
-    told = ["--dedicated-gpu-hours", "default/grpo=6", "--dedicated-hour", "2"]
+    found = ["--dedicated-gpu-hours", "default/grpo=6", "--dedicated-hour", "2"]
     page = tmp_path / "page.html"
-    assert report.main([*told, "--html", str(page)]) == 0
-    said = _lines(capsys.readouterr().out)
+    assert report.main([*found, "--html", str(page)]) == 0
+    output = _lines(capsys.readouterr().out)
     # A late request is worth 8 lent hours at 2, by 900 requests: 0.01778.
-    assert said["price of a late request"] == "0.01778"
-    assert said["requests made late"] == "0.05333"
-    assert said["memory kept back"] == "4", "a quarter of 8 lent hours, at 2"
+    assert output["price of a late request"] == "0.01778"
+    assert output["requests made late"] == "0.05333"
+    assert output["memory kept back"] == "4", "a quarter of 8 lent hours, at 2"
     # 6 h at 2, 4 open h at the pool's 2, the memory and the late ones.
-    assert said["bill"] == "24.05"
+    assert output["bill"] == "24.05"
     parts = (
         "dedicated GPUs",
         "lent time",
@@ -244,22 +248,22 @@ def test_the_report_takes_a_correct_answers_cost_apart_and_the_parts_give_the_bi
         "memory kept back",
         "weights over the network",
     )
-    assert sum(float(said[part]) for part in parts) == pytest.approx(24.05, rel=0.01)
-    assert said["a million dedicated tokens"] == "1000"
-    assert said["a million borrowed tokens"] == "3013"
-    assert said["taken from serving, for a million borrowed tokens"] == "1013"
-    assert (said["answer"], said["reasoning multiplier"]) == ("20.0 tokens", "4.00")
-    assert (said["rollout ratio"], said["accept rate"]) == ("2.00", "40.0%")
-    product = float(said["a million tokens"]) / 1e6 * 20.0 * 4.0 * 2.0 / 0.4
-    assert product == pytest.approx(float(said["cost of a correct answer"]), rel=0.01)
+    assert sum(float(output[part]) for part in parts) == pytest.approx(24.05, rel=0.01)
+    assert output["a million dedicated tokens"] == "1000"
+    assert output["a million borrowed tokens"] == "3013"
+    assert output["taken from serving, for a million borrowed tokens"] == "1013"
+    assert (output["answer"], output["reasoning multiplier"]) == ("20.0 tokens", "4.00")
+    assert (output["rollout ratio"], output["accept rate"]) == ("2.00", "40.0%")
+    product = float(output["a million tokens"]) / 1e6 * 20.0 * 4.0 * 2.0 / 0.4
+    assert product == pytest.approx(float(output["cost of a correct answer"]), rel=0.01)
     assert product * 40 == pytest.approx(24.05, rel=0.01), "the bill, within 1 %"
-    assert said["borrowing pays up to"] == "1000"
+    assert output["borrowing pays up to"] == "1000"
     # 4,000 borrowed tokens stand for two of the six hours that 12,000 dedicated ones took.
-    assert said["a lent GPU-hour brings"] == "0.5 GPU-hours"
-    assert said["won for each late request"] == "0.667 GPU-hours"
-    assert said["price of the reserve"] == "2"
+    assert output["a lent GPU-hour brings"] == "0.5 GPU-hours"
+    assert output["won for each late request"] == "0.667 GPU-hours"
+    assert output["price of the reserve"] == "2"
     assert "What a correct answer cost default/grpo" in page.read_text()
-    assert report.main([*told, "-o", "json"]) == 0
+    assert report.main([*found, "-o", "json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     parts = row["cost_correct"]
     assert parts["cost_per_correct"] * 40 == pytest.approx(parts["bill"], rel=1e-9)
@@ -271,13 +275,13 @@ def test_tokens_of_gpus_that_nobody_told_of_are_not_free(
 ) -> None:
     monkeypatch.setattr(report, "run", lambda _verb, _given, does: does(Counted()))
     assert report.main([]) == 0
-    said = _lines(capsys.readouterr().out)
-    assert said["dedicated GPUs"] == said["a million dedicated tokens"] == "unknown"
-    assert said["borrowing pays up to"] == said["a lent GPU-hour brings"] == "unknown"
+    output = _lines(capsys.readouterr().out)
+    assert output["dedicated GPUs"] == output["a million dedicated tokens"] == "unknown"
+    assert output["borrowing pays up to"] == output["a lent GPU-hour brings"] == "unknown"
     assert report.main(["--violation", "0", "--reserve", "0.5"]) == 0
-    said = _lines(capsys.readouterr().out)
-    assert said["requests made late"] == said["price of a late request"] == "0", "as asked"
-    assert (said["memory kept back"], said["price of the reserve"]) == ("1", "0.5")
+    output = _lines(capsys.readouterr().out)
+    assert output["requests made late"] == output["price of a late request"] == "0", "as asked"
+    assert (output["memory kept back"], output["price of the reserve"]) == ("1", "0.5")
 
 
 def test_a_lease_without_counted_tokens_has_no_such_lines(

@@ -18,12 +18,12 @@ def test_its_help_names_the_flag_that_each_service_has(
     monkeypatch.setenv("COLUMNS", "1000")
     with pytest.raises(SystemExit):
         router_token.main(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for verb, flag, flags in (
         ("batches", "--token-file", batches.parser()),
         ("ingest", "--caller-token-file", ingest.parser()),
     ):
-        assert f"`rose {verb} {flag}`" in said
+        assert f"`rose {verb} {flag}`" in output
         assert flag in flags.format_help()
 
 
@@ -32,11 +32,11 @@ def test_each_use_of_a_lease_has_a_word_of_its_own(
 ) -> None:
     token = tmp_path / "token"
     token.write_text("installation\n")
-    said = []
+    received = []
     for lease in ("team/one", "team/two"):
         for more in ([], ["--for", "batches"], ["--for", "ingest"]):
             assert not router_token.main(["--lease", lease, "--token-file", str(token), *more])
-            said.append(capsys.readouterr().out.strip())
+            received.append(capsys.readouterr().out.strip())
     wanted = [
         word("installation", lease)
         for lease in ("team/one", "team/two")
@@ -46,5 +46,5 @@ def test_each_use_of_a_lease_has_a_word_of_its_own(
             lambda token, lease: service_token(token, lease, INGEST),
         )
     ]
-    assert said == wanted
-    assert len(set(said)) == 6
+    assert received == wanted
+    assert len(set(received)) == 6

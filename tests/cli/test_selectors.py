@@ -41,9 +41,9 @@ def selected(
     """The kind and the label that a verb names when nobody does what it asked for."""
     monkeypatch.setattr("rose_cli.ops.cluster.Cluster", lambda _: DeafCluster())
     assert cli.main([*words, "--timeout=0.001"]) == 1
-    told = capsys.readouterr().err
-    found = re.search(r"kubectl get (\w+) -A .*-l (\S+)=([\w-]+)\)", told)
-    assert found is not None, told
+    output = capsys.readouterr().err
+    found = re.search(r"kubectl get (\w+) -A .*-l (\S+)=([\w-]+)\)", output)
+    assert found is not None, output
     return found[1], found[2], found[3]
 
 

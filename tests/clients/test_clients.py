@@ -65,8 +65,12 @@ class Client:
 
     def answers(self) -> tuple[str, ...]:
         """The model's part."""
-        said = ("I shall look. ", "<think>Was it written?</think>\nNow it is read. ", "And again. ")
-        calls = [said[n] + call(self.tool, one) for n, one in enumerate(self.calls)]
+        reported = (
+            "I shall look. ",
+            "<think>Was it written?</think>\nNow it is read. ",
+            "And again. ",
+        )
+        calls = [reported[n] + call(self.tool, one) for n, one in enumerate(self.calls)]
         # A task of the mini agent ends with a call.
         return (*calls, self.last) if self.last else tuple(calls)
 
@@ -201,11 +205,11 @@ async def play(client: Client, port: int, at: Path, model: Path) -> tuple[int, s
             start_new_session=True,
         )  # fmt: skip
         try:
-            said, _ = await asyncio.wait_for(process.communicate(), SECONDS)
+            output, _ = await asyncio.wait_for(process.communicate(), SECONDS)
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, 9)
-    return process.returncode or 0, said.decode(errors="replace")
+    return process.returncode or 0, output.decode(errors="replace")
 
 
 def installed(client: Client) -> bool:
@@ -244,12 +248,12 @@ async def play_while_an_engine_dies(
         await until(lambda: playing.done() or bool(_in_a_later_answer(s)), seconds=SECONDS)
         for name in _in_a_later_answer(s)[:1]:
             await engines[name].die()
-        status, said = await playing
+        status, result = await playing
         turns = (await s.get("/turns"))["recent"]
         sessions = {turn["session"] or turn["id"] for turn in turns}
         rows = [row for key in sessions for row in await rows_of(s, key)]
-    assert status == 0, said
-    assert (client.says or client.last) in said, said
+    assert status == 0, result
+    assert (client.says or client.last) in result, result
     assert sum(len(turn["moves"]) for turn in turns) >= 1, "an engine died in mid-answer"
     return Played(turns, rows)
 
@@ -378,10 +382,10 @@ async def test_nemo_gym_plays_and_scores_a_whole_environment_of_its_own(
         answers = [
             one for one in json.loads(line)["response"]["output"] if "generation_token_ids" in one
         ]
-        told = [
+        output = [
             text.decode([int(one) for one in answer["generation_token_ids"]]) for answer in answers
         ]
-        assert told == list(client.answers())
+        assert output == list(client.answers())
         for answer in answers:
             assert tuple(answer["prompt_token_ids"]) in watched.prompts, "what it trains on"
             assert len(answer["generation_log_probs"]) == len(answer["generation_token_ids"])
@@ -413,8 +417,8 @@ async def test_openenv_plays_and_scores_two_environments_of_its_own(
             assert tuple(row["ids"][: turn["start"]]) in watched.prompts, "what the engine read"
     text = Tokenizer(folder(recipe))
     turns = json.loads((tmp_path / "turns.json").read_text())
-    said = [text.decode(turn["completion_token_ids"]) for turn in turns]
-    assert said == [*client.answers(), *safe.answers * 2]
+    output = [text.decode(turn["completion_token_ids"]) for turn in turns]
+    assert output == [*client.answers(), *safe.answers * 2]
     for turn in turns:
         ids, prompt = turn["completion_token_ids"], turn["prompt_token_ids"]
         assert tuple(prompt) in watched.prompts, "what it trains on"

@@ -57,5 +57,5 @@ def test_the_limit_is_the_callers() -> None:
 
 
 def test_people_are_told_before_an_engine_is_quarantined() -> None:
-    (told,) = re.findall(r"probe_difference_nats\) > ([0-9.]+)", ALERTS.read_text())
-    assert float(told) == NOTICE < LIMIT
+    (output,) = re.findall(r"probe_difference_nats\) > ([0-9.]+)", ALERTS.read_text())
+    assert float(output) == NOTICE < LIMIT

@@ -180,7 +180,7 @@ def trajectory() -> tuple[SpanRecord, ...]:
         SpanRecord("t", "r", "rl.reward", 55.0, 55.0, "root", {**name, "rl.reward.value": 1.0}),
     ]
     for number, (began, ended, tokens) in enumerate(((30.0, 36.5, 40), (37.0, 41.0, 21)), 1):
-        told = {
+        output = {
             **name,
             "rl.turn.number": number,
             "rose.queue_seconds": 0.6,
@@ -194,7 +194,7 @@ def trajectory() -> tuple[SpanRecord, ...]:
         events = moved if number == 1 else ()
         turn = f"turn{number}"
         spans.append(
-            SpanRecord("t", turn, "text_completion tiny", began, ended, "root", told, events)
+            SpanRecord("t", turn, "text_completion tiny", began, ended, "root", output, events)
         )
     legs = (
         ("turn1", 1, "slot-1", "Borrowed", 30.6, 33.0, 18),
@@ -202,7 +202,7 @@ def trajectory() -> tuple[SpanRecord, ...]:
         ("turn2", 1, "dedicated-0", "Dedicated", 37.6, 41.0, 21),
     )
     for turn, number, engine, kind, began, ended, tokens in legs:
-        told = {
+        output = {
             "rose.engine.name": engine,
             "rose.engine.kind": kind,
             "rose.leg.number": number,
@@ -210,7 +210,7 @@ def trajectory() -> tuple[SpanRecord, ...]:
             "gen_ai.usage.output_tokens": tokens,
         }
         leg = f"{turn}.{number}"
-        spans.append(SpanRecord("t", leg, f"generate {engine}", began, ended, turn, told))
+        spans.append(SpanRecord("t", leg, f"generate {engine}", began, ended, turn, output))
     return tuple(spans)
 
 

@@ -144,8 +144,8 @@ class Place:
 
     async def restore(self, request: web.Request) -> web.Response:
         key = request.match_info["key"]
-        told = {} if key in self.without else {"turn": KILLED_AFTER}
-        return web.json_response({"told": told, "ids": self.asked[key]})
+        found = {} if key in self.without else {"turn": KILLED_AFTER}
+        return web.json_response({"told": found, "ids": self.asked[key]})
 
     async def metrics(self, request: web.Request) -> web.Response:
         self.tokens.append(request.headers.get("Authorization"))
@@ -267,9 +267,9 @@ def test_figures_of_two_hosts_are_added() -> None:
             "rose_sandbox_record_bytes_total 10.0\nrose_sandbox_state_bytes_total 40.0\n"
             "rose_sandbox_held_seconds_total 0.5\nother_total 1.0\n"
         )
-    told = counted.as_json()
-    assert told["saved"] == {"none": 5, "full": 2}
-    assert (told["written_bytes"], told["state_bytes"], told["held_s"]) == (20, 80, 1.0)
+    reported = counted.as_json()
+    assert reported["saved"] == {"none": 5, "full": 2}
+    assert (reported["written_bytes"], reported["state_bytes"], reported["held_s"]) == (20, 80, 1.0)
 
 
 def of(synthetic: ModuleType, agents: Agents | None) -> Recording:

@@ -482,24 +482,24 @@ class Cluster:
 def stack_of(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, out: Path
 ) -> tuple[Stack, list[str]]:
-    said: list[str] = []
+    received: list[str] = []
     monkeypatch.setattr(Stack, "_engines", lambda _: ENGINES)
     monkeypatch.setattr(Stack, "evidence", lambda _: "")
     monkeypatch.setattr("rose_demo.stack._TRACES_SECONDS", 0.0)
     monkeypatch.setattr("rose_demo.stack._READY_SECONDS", 0.0)
-    return Stack(cast("Node", cluster), parse([]), out, said.append), said
+    return Stack(cast("Node", cluster), parse([]), out, received.append), received
 
 
 def test_a_receiver_of_spans_that_does_not_come_up_stops_no_demo_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stack, said = stack_of(Cluster(TRACES), monkeypatch, tmp_path)
+    stack, reported = stack_of(Cluster(TRACES), monkeypatch, tmp_path)
     stack.wait_for_parts()
-    assert any(TRACES in line and "no waterfall" in line for line in said)
-    assert said[-1].endswith("the lease's router: ready")
-    stack, said = stack_of(Cluster(), monkeypatch, tmp_path)
+    assert any(TRACES in line and "no waterfall" in line for line in reported)
+    assert reported[-1].endswith("the lease's router: ready")
+    stack, reported = stack_of(Cluster(), monkeypatch, tmp_path)
     stack.wait_for_parts()
-    assert not any(TRACES in line for line in said)
+    assert not any(TRACES in line for line in reported)
 
 
 def test_another_part_that_does_not_come_up_stops_it(

@@ -75,9 +75,9 @@ def test_what_a_trajectorys_rows_tell_is_not_cut_however_long(synthetic: ModuleT
     letter = 6.2  # of such names in DejaVu Sans at 11 px, which Chromium draws 6.1 wide
     root = ET.fromstring(waterfall(spans))  # noqa: S314  # our own text
     right = float(root.attrib["viewBox"].split()[2])
-    told = [one for one in root.iter("text") if one.attrib["class"] == "tick"]
-    assert any(long["rose.engine.name"] in (one.text or "") for one in told)
-    for one in told:
+    found = [one for one in root.iter("text") if one.attrib["class"] == "tick"]
+    assert any(long["rose.engine.name"] in (one.text or "") for one in found)
+    for one in found:
         assert float(one.attrib["x"]) + letter * len(one.text or "") <= right
 
 
@@ -93,8 +93,8 @@ def test_device_classes_stand_side_by_side_and_unknown_ones_nowhere(
     assert "By device class" not in page(full, judge(full))
     kinds = {"h200": ClassFigures(900, 40, 3, 0.02, 0.0001), "<l4>": ClassFigures(10, 800, 9)}
     last = msgspec.structs.replace(full.samples[-1], classes=kinds)
-    told = msgspec.structs.replace(full, samples=(*full.samples, last))
-    text = page(told, judge(told))
+    reported = msgspec.structs.replace(full, samples=(*full.samples, last))
+    text = page(reported, judge(reported))
     assert "<td>h200</td><td>3</td><td>900</td><td>40</td><td>20.0</td><td>0.100</td>" in text
     assert "<td>&lt;l4&gt;</td><td>9</td><td>10</td><td>800</td><td>unknown</td>" in text
 

@@ -33,10 +33,10 @@ def start(end: str) -> tuple[subprocess.Popen[str], int]:
 
 def test_what_a_run_leaves_behind_is_ended_and_named() -> None:
     process, orphan = start("sys.exit(3)")
-    _, said = process.communicate(timeout=60)
+    _, output = process.communicate(timeout=60)
     assert process.returncode == 3
     assert not psutil.pid_exists(orphan)
-    assert said == f"left behind: {orphan} sleep 600\n"
+    assert output == f"left behind: {orphan} sleep 600\n"
 
 
 def test_so_it_is_when_the_run_is_killed() -> None:

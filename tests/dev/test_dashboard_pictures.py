@@ -67,10 +67,10 @@ def heights(svg: str) -> list[list[float]]:
 
 
 def test_a_panel_shows_its_last_value_its_lines_or_that_there_was_nothing() -> None:
-    said = texts(picture(BOARD, answers))
-    assert {"A board", "With <angles>.", "First", "Now", "50 %", "Stack", "Never"} < set(said)
-    assert {"a of two", "b of two", "-1.0 min", "0 s", "500 ms", "1 s"} < set(said)
-    assert [text for text in said if text.startswith("No data")] == [
+    reported = texts(picture(BOARD, answers))
+    assert {"A board", "With <angles>.", "First", "Now", "50 %", "Stack", "Never"} < set(reported)
+    assert {"a of two", "b of two", "-1.0 min", "0 s", "500 ms", "1 s"} < set(reported)
+    assert [text for text in reported if text.startswith("No data")] == [
         "No data: it did not happen in this time"
     ]
 
@@ -98,8 +98,8 @@ def test_a_number_that_can_be_bad_shows_it_by_its_colour(
     drawn = picture(board, lambda _query: [Series({}, ((0.0, value),))])
     (style,) = re.findall(r'class="v"([^>]*)>', drawn)
     assert style == (f' style="fill:{STEP_COLOURS[colour]}"' if colour else "")
-    told = json.loads(text(board))["panels"][1]
-    assert told["options"]["colorMode"] == ("value" if steps else "none")
+    answer = json.loads(text(board))["panels"][1]
+    assert answer["options"]["colorMode"] == ("value" if steps else "none")
 
 
 def test_all_panels_show_the_same_time_and_a_gap_stays_a_gap() -> None:

@@ -87,8 +87,8 @@ def verify(keys: Path, name: str, *more: str, key: str = "ours", verb: str = "ve
 
 def statement(keys: Path, name: str, kind: str) -> dict[str, Any]:
     found = verify(keys, name, f"--type={kind}", verb="verify-attestation")
-    said: dict[str, Any] = json.loads(base64.b64decode(found["payload"]))
-    return said
+    answer: dict[str, Any] = json.loads(base64.b64decode(found["payload"]))
+    return answer
 
 
 def an_archive(folder: Path, target: str, files: dict[str, bytes]) -> Path:
@@ -283,8 +283,8 @@ def test_a_release_is_the_commits_however_long_its_tools_took(
     monkeypatch.setattr(Releaser, "refuse_again", lambda *_: None)
     words = ("--registry", "registry.example.com", "--key", str(key), *images)
     assert release.main([*words]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert said == [*(["agent.tar as committed"] if images else []), "chart 1.2.3"]
+    output = capsys.readouterr().out.splitlines()
+    assert output == [*(["agent.tar as committed"] if images else []), "chart 1.2.3"]
 
 
 def test_without_any_builder_a_release_says_what_to_install(
@@ -299,11 +299,11 @@ def test_without_any_builder_a_release_says_what_to_install(
 
 def test_provenance_names_the_commit_the_parameters_and_the_times() -> None:
     times = (BEGAN, BEGAN + timedelta(seconds=61))
-    said = release.provenance(SOURCE, {"chart": "rose"}, BUILDER, times)
-    assert said["buildDefinition"]["externalParameters"] == {"chart": "rose"}
-    (code,) = said["buildDefinition"]["resolvedDependencies"]
+    reported = release.provenance(SOURCE, {"chart": "rose"}, BUILDER, times)
+    assert reported["buildDefinition"]["externalParameters"] == {"chart": "rose"}
+    (code,) = reported["buildDefinition"]["resolvedDependencies"]
     assert code == {"uri": f"git+{SOURCE.repository}", "digest": {"gitCommit": SOURCE.commit}}
-    assert said["runDetails"]["metadata"] == {
+    assert reported["runDetails"]["metadata"] == {
         "startedOn": "2026-01-02T03:04:05Z",
         "finishedOn": "2026-01-02T03:05:06Z",
     }

@@ -104,7 +104,7 @@ def test_files_that_belong_together_have_one_worker(tmp_path: Path) -> None:
     for folder in ("a", "b", "c"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"test_{folder}.py").write_text("def test_it(): pass\n" * 4)
-    said = pytest_in(tmp_path, "-v", "-n", "2", "--dist", "loadfile").stdout
-    workers = re.findall(r"\[(gw\d)\].*PASSED (\w)/test", said)
+    output = pytest_in(tmp_path, "-v", "-n", "2", "--dist", "loadfile").stdout
+    workers = re.findall(r"\[(gw\d)\].*PASSED (\w)/test", output)
     ran = {folder: worker for worker, folder in workers}
     assert ran["a"] == ran["c"] != ran["b"]

@@ -86,7 +86,7 @@ def test_the_library_is_found_in_every_known_layout(tmp_path: Path, layout: str)
 
 def test_two_drivers_are_said_with_both_versions(tmp_path: Path) -> None:
     """As after an upgrade of the packages under a loaded kernel module."""
-    said = str(pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
+    reported = str(pynvml.NVMLError(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
     root = node(tmp_path, ("0x10de", GPU), driver="NVRM version: 535.288.01")
     (root / "proc/self").mkdir()
     lines = [
@@ -94,7 +94,7 @@ def test_two_drivers_are_said_with_both_versions(tmp_path: Path) -> None:
         "7f01 r-xp /usr/lib/libnvidia-ml.so.550.163.01",
     ]
     (root / "proc/self/maps").write_text("\n".join(lines))
-    found = diagnose(said, root, {}, lambda: True)
+    found = diagnose(reported, root, {}, lambda: True)
     assert found.state is Missing.NVML_FAILS
     assert "the library is 550.163.01, the kernel module NVRM version: 535.288.01" in found.text
     assert "restart the node" in found.text
@@ -175,7 +175,7 @@ async def test_an_idle_guard_says_anew_why_once_the_reason_is_another(
         await until(lambda: len(lacks) > 1)
     finally:
         task.cancel()
-    assert [said.partition(":")[0] for said in lacks] == ["NoGpu", "NoAccess"]
+    assert [reported.partition(":")[0] for reported in lacks] == ["NoGpu", "NoAccess"]
     shown = {
         sample.labels["state"] for metric in DEVICE_ACCESS.collect() for sample in metric.samples
     }
@@ -194,19 +194,19 @@ def install(root: Path) -> None:
 
 
 def test_why_the_guard_sees_no_gpu_comes_before_what_its_host_lacks_for_that() -> None:
-    said = report.capabilities({}, "NoAccess: no library", "")
-    assert said == {"DeviceAccess": "DeviceAccess: NoAccess: no library"}
+    reported = report.capabilities({}, "NoAccess: no library", "")
+    assert reported == {"DeviceAccess": "DeviceAccess: NoAccess: no library"}
     assert report.capabilities({"DeviceAccess": ""}, "", "") == {"DeviceAccess": ""}
     host = {"DeviceAccess": "DeviceAccess: engines cannot open /dev/nvidia-uvm"}
-    assert report.capabilities(host, "NoAccess: no library", "") == said
+    assert report.capabilities(host, "NoAccess: no library", "") == reported
     assert report.capabilities(host, "", "") == host
 
 
 async def test_a_guard_that_sees_its_gpus_goes_on(tmp_path: Path) -> None:
-    said: list[str] = []
+    received: list[str] = []
     static = StaticDriver(tmp_path / "none")
-    await asyncio.wait_for(devices_access.watch_access(said.append, said.append, static), 5)
-    assert said == []
+    await asyncio.wait_for(devices_access.watch_access(received.append, received.append, static), 5)
+    assert received == []
 
 
 async def test_a_guard_says_how_many_gpus_it_sees_through_what_and_with_which_driver(

@@ -27,19 +27,19 @@ def test_what_an_engine_host_does_not_speak_of_is_missing() -> None:
 
 
 def test_the_gpus_own_word_comes_before_the_nodes() -> None:
-    said = {"MPS": "MpsUnavailable: none", "MPS/GPU-a": "", "MPS/GPU-b": "MpsFault: crashed"}
-    assert first_missing(said, MPS, ("GPU-a",)) is None
-    assert first_missing(said, MPS, GPUS) == MissingCapability(
+    found = {"MPS": "MpsUnavailable: none", "MPS/GPU-a": "", "MPS/GPU-b": "MpsFault: crashed"}
+    assert first_missing(found, MPS, ("GPU-a",)) is None
+    assert first_missing(found, MPS, GPUS) == MissingCapability(
         Capability.MPS, "MpsFault", "crashed"
     )
-    assert first_missing(said, MPS, ("GPU-c",)) == MissingCapability(
+    assert first_missing(found, MPS, ("GPU-c",)) == MissingCapability(
         Capability.MPS, "MpsUnavailable", "none"
     )
 
 
 def test_a_host_that_cannot_reach_its_gpus_lends_none() -> None:
-    said = {"DeviceAccess": "DeviceAccess: no /dev/nvidia-uvm"}
-    missing = first_missing(said, (), GPUS)
+    found = {"DeviceAccess": "DeviceAccess: no /dev/nvidia-uvm"}
+    missing = first_missing(found, (), GPUS)
     assert missing == MissingCapability(
         Capability.DEVICE_ACCESS, "DeviceAccess", "no /dev/nvidia-uvm"
     )
@@ -48,7 +48,7 @@ def test_a_host_that_cannot_reach_its_gpus_lends_none() -> None:
 def test_each_memory_choice_needs_its_own_capability() -> None:
     wanted = memory_needs("Elastic", "Driver")
     assert set(wanted) == {Capability.ELASTIC, Capability.DRIVER_LIMIT}
-    said = {"ElasticMemory": "", "DriverMemoryLimit": "DriverLimitUnavailable: old driver"}
-    missing = first_missing(said, wanted, GPUS)
+    found = {"ElasticMemory": "", "DriverMemoryLimit": "DriverLimitUnavailable: old driver"}
+    missing = first_missing(found, wanted, GPUS)
     assert missing is not None
     assert missing.reason == "DriverLimitUnavailable"

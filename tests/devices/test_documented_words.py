@@ -96,9 +96,11 @@ def test_every_failure_that_can_be_played_is_on_the_page() -> None:
 
 
 def test_every_condition_that_the_pages_name_is_one_of_the_closed_list() -> None:
-    said = re.findall(r"`(\w+)` of (?:a ServingPool|the pools|the pool)", "".join(map(page, PAGES)))
-    assert said
-    assert set(said) <= {one.value for one in ConditionType}
+    reported = re.findall(
+        r"`(\w+)` of (?:a ServingPool|the pools|the pool)", "".join(map(page, PAGES))
+    )
+    assert reported
+    assert set(reported) <= {one.value for one in ConditionType}
 
 
 FINDINGS = {f"D{number}" for number in range(1, 10)} | {f"W{number}" for number in range(1, 12)}

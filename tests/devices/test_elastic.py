@@ -111,7 +111,7 @@ class Subject:
         assert self.process.stdout
         return json.loads(self.process.stdout.readline())  # type: ignore[no-any-return]
 
-    def tell(self, line: str) -> object:
+    def command(self, line: str) -> object:
         assert self.process.stdin
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
@@ -135,7 +135,7 @@ class Subject:
     def limit(self, bundles: int) -> None:
         """Order it, and let it look."""
         assert self.segment.limit(bundles * self.bundle)
-        wait_for(lambda: bool(self.tell("free 0")) and False, 0.3)
+        wait_for(lambda: bool(self.command("free 0")) and False, 0.3)
 
     def falls_to(self, bundles: int) -> bool:
         return wait_for(lambda: self.seen.held <= bundles * self.bundle, 5.0)
@@ -172,45 +172,45 @@ def test_contract_a_fresh_pool_tells_its_size_and_holds_next_to_nothing(subject:
 
 def test_contract_use_shows_and_what_is_freed_comes_back(subject: Subject) -> None:
     before = subject.seen.used
-    assert subject.tell("alloc 20")
+    assert subject.command("alloc 20")
     assert subject.seen.used == before + 20 * subject.bundle
-    subject.tell("free 20")
+    subject.command("free 20")
     assert wait_for(lambda: subject.seen.used == before, 5.0)
 
 
 def test_contract_a_lower_limit_holds_for_what_comes_after_it(subject: Subject) -> None:
     subject.limit(10)
-    assert not subject.tell("alloc 30")
-    assert subject.tell("alloc 8")
+    assert not subject.command("alloc 30")
+    assert subject.command("alloc 8")
     assert subject.falls_to(10)
 
 
 def test_contract_what_is_in_use_is_not_taken_but_never_grows_and_falls_as_it_is_freed(
     subject: Subject,
 ) -> None:
-    assert subject.tell("alloc 40")
+    assert subject.command("alloc 40")
     subject.limit(10)
-    assert not subject.tell("alloc 1")
+    assert not subject.command("alloc 1")
     assert subject.seen.used >= 40 * subject.bundle, "an order is not its effect"
-    subject.tell("free 35")
+    subject.command("free 35")
     assert subject.falls_to(10)
 
 
 def test_contract_a_limit_grows_again_to_all_but_one_bundle(subject: Subject) -> None:
     subject.limit(10)
-    assert not subject.tell("alloc 30")
+    assert not subject.command("alloc 30")
     subject.limit(subject.bundles - 1)
-    assert subject.tell("alloc 30")
+    assert subject.command("alloc 30")
 
 
 def test_contract_a_limit_of_nothing_and_of_everything_changes_nothing(subject: Subject) -> None:
     subject.limit(0)
-    assert subject.tell("alloc 30"), "which is why it is never written"
-    subject.tell("free 30")
+    assert subject.command("alloc 30"), "which is why it is never written"
+    subject.command("free 30")
     subject.limit(10)
-    assert not subject.tell("alloc 30")
+    assert not subject.command("alloc 30")
     subject.limit(subject.bundles)
-    assert not subject.tell("alloc 30"), "which is why the whole size is never written"
+    assert not subject.command("alloc 30"), "which is why the whole size is never written"
 
 
 def test_contract_the_segment_goes_with_the_pool_and_stays_when_it_is_killed(
@@ -229,12 +229,12 @@ def test_no_lending_cycle_leaves_anything_behind(subject: Subject) -> None:
     """200 times lent, taken back and lent again: neither leak nor fragmentation."""
     first = subject.seen.held
     for _ in range(200):
-        assert wait_for(lambda: bool(subject.tell("alloc 40")), 5.0)
+        assert wait_for(lambda: bool(subject.command("alloc 40")), 5.0)
         assert subject.segment.limit(5 * subject.bundle)
-        subject.tell("free 40")
+        subject.command("free 40")
         assert subject.segment.limit((subject.bundles - 1) * subject.bundle)
     assert wait_for(lambda: subject.seen.held <= first, 5.0)
-    assert wait_for(lambda: bool(subject.tell("alloc 60")), 5.0)
+    assert wait_for(lambda: bool(subject.command("alloc 60")), 5.0)
 
 
 # --- the driver's own manners

@@ -75,18 +75,18 @@ def test_every_check_of_both_runs_rehearses_without_a_gpu_and_no_figure_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--rehearse", "--results", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "not run" not in said
-    assert {aim.name for aim in AIMS if aim.name not in said} == set()
+    output = capsys.readouterr().out
+    assert "not run" not in output
+    assert {aim.name for aim in AIMS if aim.name not in output} == set()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missed_aim_refutes_its_promise_and_says_what_falls() -> None:
     figures = judged([("commit.8B.as_today", 300.0, "ms"), ("commit.8B.tensors", 399, "count")])
     assert [(one.aim, one.met) for one in figures] == [("<= 50 ms", False), (None, None)]
-    said = verdicts(figures, ["commit"])["useful"]
-    assert said["verdict"] == "refuted"
-    assert "0014" in str(said["missed"])
+    reported = verdicts(figures, ["commit"])["useful"]
+    assert reported["verdict"] == "refuted"
+    assert "0014" in str(reported["missed"])
 
 
 def test_what_was_not_measured_leaves_a_promise_unknown() -> None:
@@ -99,7 +99,7 @@ def test_what_was_not_measured_leaves_a_promise_unknown() -> None:
 STORM = "storm.{}.serving_memory_max"
 
 
-def said_of_storm(at_once: float, at_boundary: float, ends: float = 12.3) -> dict[str, str]:
+def storm_figures(at_once: float, at_boundary: float, ends: float = 12.3) -> dict[str, str]:
     measured = [
         (STORM.format("freeze"), at_once, "ms"),
         (STORM.format("boundary"), at_boundary, "ms"),
@@ -110,13 +110,13 @@ def said_of_storm(at_once: float, at_boundary: float, ends: float = 12.3) -> dic
 
 
 def test_the_storm_decides_the_grace_and_says_where_it_stands() -> None:
-    assert said_of_storm(5.0, 5.0)["Grace.iteration_ns"] == "0 ms"
-    waits = said_of_storm(190.0, 5.0)
+    assert storm_figures(5.0, 5.0)["Grace.iteration_ns"] == "0 ms"
+    waits = storm_figures(190.0, 5.0)
     assert waits["Grace.iteration_ns"] == "13 ms"
     assert waits["Grace.start_ns"] == "2 s"
     # More than the periods leave room for: the step itself has to become shorter.
-    assert said_of_storm(190.0, 5.0, ends=44.0)["Grace.iteration_ns"].startswith("30 ms, and short")
-    hopeless = said_of_storm(190.0, 180.0)
+    assert storm_figures(190.0, 5.0, ends=44.0)["Grace.iteration_ns"].startswith("30 ms, and short")
+    hopeless = storm_figures(190.0, 180.0)
     assert "Step.END" in hopeless["next_step"]
     assert "Grace.iteration_ns" not in hopeless
 
@@ -238,11 +238,11 @@ def test_a_light_pack_unpacks_without_a_network_and_its_command_runs(tmp_path: P
     done = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     check = str(tmp_path / "out/gpu-check/check.sh")
-    said = subprocess.run(
+    output = subprocess.run(
         [check, "--aims"], env=found, capture_output=True, text=True, check=False, cwd=tmp_path
     )
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.count(" refutes (") == len(AIMS)
+    assert output.returncode == 0, output.stderr
+    assert output.stdout.count(" refutes (") == len(AIMS)
     again = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "remove it first" in again.stderr
@@ -261,10 +261,10 @@ def test_without_a_gpu_every_longer_check_runs_and_no_figure_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--rehearse", "--extra", "--results", str(tmp_path), "--seconds", "0.02"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("a rehearsal")
-    assert "not_run" not in said
-    mps = json.loads(said.partition("\nmps: ")[2].splitlines()[0])
+    output = capsys.readouterr().out
+    assert output.startswith("a rehearsal")
+    assert "not_run" not in output
+    mps = json.loads(output.partition("\nmps: ")[2].splitlines()[0])
     shares = mps["shares_ms"]
     assert [one["multiprocessors"] for one in shares] == [28, 40, 66]
     assert all(one["listed"] and one["serving_sees"] == 132 for one in shares)
@@ -272,17 +272,17 @@ def test_without_a_gpu_every_longer_check_runs_and_no_figure_is_kept(
     assert [one["how"] for one in mps["kills"]] == ["terminate_client", "kill"]
     assert mps["fault"]["servers"] == ["FAULT"]
     assert mps["fault"]["new_clients_afterwards"]
-    pool = json.loads(said.partition("\nelastic: ")[2].splitlines()[0])
+    pool = json.loads(output.partition("\nelastic: ")[2].splitlines()[0])
     assert (pool["give_back_s"]["count"], pool["left_after_cycles_bytes"]) == (2, 0)
-    weights = json.loads(said.partition("\nweights: ")[2].splitlines()[0])["tiny"]
+    weights = json.loads(output.partition("\nweights: ")[2].splitlines()[0])["tiny"]
     assert 0 < weights["changes"] <= weights["state_bytes"] / 2 * 0.01
-    published = json.loads(said.partition("\npublishing: ")[2].splitlines()[0])["tiny"]
+    published = json.loads(output.partition("\npublishing: ")[2].splitlines()[0])["tiny"]
     for keep_on in ("host", "device"):
         assert 0 < published[keep_on]["changes"] <= published[keep_on]["state_bytes"] / 2 * 0.01
         assert 1 < published[keep_on]["bytes_per_change"] < 2
-    staged = json.loads(said.partition("\nstaging: ")[2].splitlines()[0])["tiny"]
+    staged = json.loads(output.partition("\nstaging: ")[2].splitlines()[0])["tiny"]
     assert 0 < staged["changes"] < staged["stream_bytes"]
-    pause = json.loads(said.partition("\ncommit_pause: ")[2].splitlines()[0])["tiny"]
+    pause = json.loads(output.partition("\ncommit_pause: ")[2].splitlines()[0])["tiny"]
     assert pause["changes"] > 0
     assert list(tmp_path.iterdir()) == []
 
@@ -291,7 +291,7 @@ def test_without_a_gpu_it_is_an_error_that_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--results", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
-    assert "needs an NVIDIA GPU" in said
-    assert "--rehearse" in said
+    output = capsys.readouterr().err
+    assert "needs an NVIDIA GPU" in output
+    assert "--rehearse" in output
     assert list(tmp_path.iterdir()) == []

@@ -139,8 +139,8 @@ def test_faults_come_as_events_once_each_to_who_listens_from_before(
         pynvml.nvmlDeviceRegisterEvents(handle, kind, events)
     nvml.gpus[2].fault(48)
     nvml.gpus[5].fault(63)
-    heard = [pynvml.nvmlEventSetWait_v2(events, 0) for _ in range(2)]
-    assert [(pynvml.nvmlDeviceGetIndex(one.device), one.eventData) for one in heard] == [
+    received = [pynvml.nvmlEventSetWait_v2(events, 0) for _ in range(2)]
+    assert [(pynvml.nvmlDeviceGetIndex(one.device), one.eventData) for one in received] == [
         (2, 48),
         (5, 63),
     ]

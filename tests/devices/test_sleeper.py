@@ -30,10 +30,10 @@ def at(stage: SleepStage, **known: object) -> Sleeper:
 def test_a_granted_idle_engine_is_asked_and_lent_once_the_memory_is_measured_free() -> None:
     falling, order = decide(Sleeper(), READY, LIMITS, NOW)
     assert (falling.stage, order) == (SleepStage.FALLING, SleeperOrder.RELEASE)
-    told = SleeperSeen(granted=True, released_bytes=9 * GIB)
-    still, order = decide(falling, told, LIMITS, NOW + 1)
+    reported = SleeperSeen(granted=True, released_bytes=9 * GIB)
+    still, order = decide(falling, reported, LIMITS, NOW + 1)
     assert (still.stage, still.lendable, order) == (SleepStage.FALLING, False, SleeperOrder.NONE)
-    asleep, _ = decide(still, replace(told, released_bytes=10 * GIB), LIMITS, NOW + 2)
+    asleep, _ = decide(still, replace(reported, released_bytes=10 * GIB), LIMITS, NOW + 2)
     assert asleep.lendable
 
 

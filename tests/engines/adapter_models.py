@@ -63,7 +63,7 @@ def logprobs(model: Any, tokens: list[int]) -> np.ndarray:  # noqa: ANN401  # of
     return np.asarray(chosen.numpy())
 
 
-async def told(engine: RealEngine, tokens: list[int], key: str = "") -> np.ndarray:
+async def logprobs_of(engine: RealEngine, tokens: list[int], key: str = "") -> np.ndarray:
     """The same, as the engine says; ``key`` names the version that is meant."""
     body = {
         "input_ids": tokens,

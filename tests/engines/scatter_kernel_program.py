@@ -50,8 +50,8 @@ def interpret(width: int, seed: int) -> str:
             if not np.array_equal(flats[number].numpy().view(f"u{width}"), one):
                 return f"t{number}-is-wrong"
     twice = Staged("t1", np.array([7, 9, 7]), np.array([1, 2, 3], f"u{width}"), bits(3))
-    said = FusedScatter([staged[0], twice], live, KernelLane(flats[0], scatter_kernel)).put()
-    return "right" if said == "t1" else f"two-values-in-one-place:{said}"
+    reported = FusedScatter([staged[0], twice], live, KernelLane(flats[0], scatter_kernel)).put()
+    return "right" if reported == "t1" else f"two-values-in-one-place:{reported}"
 
 
 def compile_for_hopper(width: int) -> int:

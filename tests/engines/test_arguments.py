@@ -145,14 +145,14 @@ def test_an_adapter_bounds_sglangs_lora_and_is_told_to_the_plugin() -> None:
         "--lora-backend": "torch_native",
         "--lora-target-modules": "q_proj",
     }
-    told = environment(launch, {})["ROSE_ADAPTER"]
-    assert msgspec.json.decode(told, type=AdapterSpec) == adapter
+    reported = environment(launch, {})["ROSE_ADAPTER"]
+    assert msgspec.json.decode(reported, type=AdapterSpec) == adapter
     eight = replace_launch(launch, adapter=AdapterSpec(8, ("q_proj",), 8))
     assert pairs(command(spec(), eight))["--max-loras-per-batch"] == "9"
     on_gpu = command(spec(), replace_launch(launch, device="cuda"))
     assert "--lora-backend" not in on_gpu
     assert "--enable-lora" not in command(spec(), LAUNCH)
-    assert "ROSE_ADAPTER" not in environment(LAUNCH, {"ROSE_ADAPTER": told})
+    assert "ROSE_ADAPTER" not in environment(LAUNCH, {"ROSE_ADAPTER": reported})
 
 
 STORING = replace_launch(

@@ -78,7 +78,7 @@ async def client(engine: Engine) -> AsyncIterator[TurnClient]:
 
 
 @pytest.fixture(params=FAKE_AND_SGLANG)
-async def telling(request: pytest.FixtureRequest) -> AsyncIterator[TurnClient]:
+async def turn_client(request: pytest.FixtureRequest) -> AsyncIterator[TurnClient]:
     async with TurnClient(asked_for(request).url) as client:
         yield client
 
@@ -169,16 +169,16 @@ async def test_bad_requests_are_refused(client: TurnClient, prompt: list[int], m
     assert await client.ready()
 
 
-async def test_an_engine_says_its_load_and_counts_its_requests(telling: TurnClient) -> None:
-    assert await telling.ready()
-    await telling.generate([104], {"max_new_tokens": 3, **GREEDY})
-    loads = await telling.loads()
+async def test_an_engine_says_its_load_and_counts_its_requests(turn_client: TurnClient) -> None:
+    assert await turn_client.ready()
+    await turn_client.generate([104], {"max_new_tokens": 3, **GREEDY})
+    loads = await turn_client.loads()
     for name in ("num_running_reqs", "num_waiting_reqs", "max_total_num_tokens", "token_usage"):
         assert loads[name] >= 0
-    metrics = await telling.metrics()
+    metrics = await turn_client.metrics()
     for name in ("num_requests_total", "generation_tokens_total", "prompt_tokens_total"):
         assert f"sglang:{name}{{" in metrics
-    assert (await telling.model_info())["is_generation"] is True
+    assert (await turn_client.model_info())["is_generation"] is True
 
 
 def _requests(page: str) -> tuple[int, int]:
@@ -194,17 +194,17 @@ def _requests(page: str) -> tuple[int, int]:
 
 
 async def test_one_counter_moves_at_arrival_and_the_other_at_the_end(
-    telling: TurnClient,
+    turn_client: TurnClient,
 ) -> None:
     """What compares an engine's count with the wire must know which is which."""
-    await telling.generate([104], {"max_new_tokens": 1, **GREEDY})
-    arrived, ended = _requests(await telling.metrics())
-    stream = telling.stream([104], {"max_new_tokens": 200, **GREEDY})
+    await turn_client.generate([104], {"max_new_tokens": 1, **GREEDY})
+    arrived, ended = _requests(await turn_client.metrics())
+    stream = turn_client.stream([104], {"max_new_tokens": 200, **GREEDY})
     await anext(stream)
-    assert _requests(await telling.metrics()) == (arrived + 1, ended)
+    assert _requests(await turn_client.metrics()) == (arrived + 1, ended)
     async for _ in stream:
         pass
-    assert _requests(await telling.metrics()) == (arrived + 1, ended + 1)
+    assert _requests(await turn_client.metrics()) == (arrived + 1, ended + 1)
 
 
 async def test_a_commit_over_the_socket_changes_weights_digest_and_spans(

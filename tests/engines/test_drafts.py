@@ -108,11 +108,11 @@ TAIL = 23.5  # of four degrees of freedom: one in ten thousand lies above it
 )
 def test_sampled_tokens_have_the_models_own_distribution(kernels: ModuleType, trees: int) -> None:
     _, mask = chain_padding(TOKENS, mask_of(PARENTS).ravel(), NODES)
-    said = sampled(kernels, mask.reshape(NODES, NODES), trees)
+    reported = sampled(kernels, mask.reshape(NODES, NODES), trees)
     expected = probabilities()
-    assert chi_square([one[0] for one in said], expected[0]) < TAIL
+    assert chi_square([one[0] for one in reported], expected[0]) < TAIL
     for node, before in ((1, [1]), (2, [2]), (3, [1, 3])):
-        after = [one[len(before)] for one in said if one[: len(before)] == before]
+        after = [one[len(before)] for one in reported if one[: len(before)] == before]
         assert len(after) > trees / 100
         assert chi_square(after, expected[node]) < TAIL
 
@@ -121,8 +121,8 @@ def test_fillers_below_the_root_would_give_token_0_another_chance_each(
     kernels: ModuleType,
 ) -> None:
     """What stock SGLang makes of a short tree, which is why its padding is chained."""
-    said = sampled(kernels, mask_of(PARENTS), 20_000)
-    assert chi_square([one[0] for one in said], probabilities()[0]) > 50 * TAIL
+    reported = sampled(kernels, mask_of(PARENTS), 20_000)
+    assert chi_square([one[0] for one in reported], probabilities()[0]) > 50 * TAIL
 
 
 def test_no_node_has_two_children_of_one_token() -> None:
@@ -216,11 +216,11 @@ def test_a_step_verifies_no_more_than_the_shortest_chunk(running: int, nodes: st
     launch = Launch(python=Path("python"), model=Path("m"), port=1, drafts=True)
     spec = EngineSpec(engine_class="c", model="m", max_running=running, drafts=True)
     argv = command(spec, launch)
-    told = dict(itertools.pairwise(argv))
-    assert told.get("--speculative-num-draft-tokens", "") == nodes
+    reported = dict(itertools.pairwise(argv))
+    assert reported.get("--speculative-num-draft-tokens", "") == nodes
     if nodes:
-        assert running * int(nodes) <= int(told["--chunked-prefill-size"]) // 4
-        assert told["--speculative-algorithm"] == "NGRAM"
+        assert running * int(nodes) <= int(reported["--chunked-prefill-size"]) // 4
+        assert reported["--speculative-algorithm"] == "NGRAM"
     assert environment(launch, {})[DRAFTS_VARIABLE] == "1"
 
 

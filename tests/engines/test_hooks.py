@@ -34,8 +34,8 @@ def test_a_missing_function_ends_the_process_and_is_named(
     with pytest.raises(SystemExit) as ended:
         require(["os.kill", "os.vanished"], "vLLM", "1.0")
     assert ended.value.code == 3
-    said = "rose: refused: this vLLM has no os.vanished; the plugin supports 1.0\n"
-    assert capsys.readouterr().err == said
+    text = "rose: refused: this vLLM has no os.vanished; the plugin supports 1.0\n"
+    assert capsys.readouterr().err == text
 
 
 @pytest.mark.parametrize("name", [PERMIT_VARIABLE, SOCKET_VARIABLE])

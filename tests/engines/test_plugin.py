@@ -126,9 +126,9 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Hooks:
     accumulator = types.SimpleNamespace(accept=lambda: None)
     output._GenerationStreamAccumulator = accumulator  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, streamer, output)
-    replies, _, told = plugin.REPLY_VERSIONS.rpartition(".")
+    replies, _, reported = plugin.REPLY_VERSIONS.rpartition(".")
     writing = types.ModuleType(replies)
-    setattr(writing, told, lambda *_: None)
+    setattr(writing, reported, lambda *_: None)
     for name in (replies.rpartition(".")[0], replies):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, replies, writing)

@@ -24,7 +24,7 @@ from rose_weights.receive.client import WeightsClient
 from rose_weights.serve.service import WeightService
 from rose_weights.store.store import Store
 from rose_wire.rpc import Server
-from tests.engines.adapter_models import RANK, logprobs, make_base, state, told, trained
+from tests.engines.adapter_models import RANK, logprobs, logprobs_of, make_base, state, trained
 
 pytestmark = [
     pytest.mark.engine,
@@ -61,7 +61,7 @@ async def test_versions_come_and_go_as_the_merged_models_and_the_base_stays(
 ) -> None:
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     wanted = logprobs(base, PROMPT)
-    assert np.abs(await told(engine, PROMPT) - wanted).max() < 1e-3
+    assert np.abs(await logprobs_of(engine, PROMPT) - wanted).max() < 1e-3
     adapter, first, second = Adapter(folder, torch.float32), trained(folder, 1), trained(folder, 2)
     versions = [WeightVersion("adapter", 1, number) for number in range(2)]
     before = state(adapter, first)
@@ -75,7 +75,7 @@ async def test_versions_come_and_go_as_the_merged_models_and_the_base_stays(
         assert attested.version == str(versions[number])
         assert attested.digest == committed.digest == staged.digest
         merged = logprobs(model.merge_and_unload(), PROMPT)
-        found.append(await told(engine, PROMPT))
+        found.append(await logprobs_of(engine, PROMPT))
         assert np.abs(found[-1] - merged).max() < 1e-3
         assert np.abs(found[-1] - wanted).max() > 0.05  # the base alone would say something else
     assert np.abs(found[0] - found[1]).max() > 0.05
@@ -89,7 +89,7 @@ async def test_a_factor_of_rslora_is_the_versions_own(
     write_bundle(tmp_path / "b", version, state(adapter, model))
     await control.commit((await control.stage(tmp_path / "b")).version)
     wanted = logprobs(model.merge_and_unload(), PROMPT)
-    assert np.abs(await told(engine, PROMPT) - wanted).max() < 1e-3
+    assert np.abs(await logprobs_of(engine, PROMPT) - wanted).max() < 1e-3
 
 
 async def test_an_engine_follows_a_trainer_through_the_store(
@@ -128,7 +128,7 @@ async def test_an_engine_follows_a_trainer_through_the_store(
     await server.stop()
     await service.close()
     wanted = logprobs(model.merge_and_unload(), PROMPT)
-    assert np.abs(await told(engine, PROMPT) - wanted).max() < 1e-3
+    assert np.abs(await logprobs_of(engine, PROMPT) - wanted).max() < 1e-3
 
 
 async def test_turns_carry_the_adapters_version(

@@ -118,8 +118,8 @@ async def test_logprobs_are_those_of_teacher_forcing(
     params = {"temperature": 1.0, "ignore_eos": True, "max_new_tokens": 200}
     first = await asked(engine, input_ids=PROMPT, sampling_params=params)
     await control.draft([[*PROMPT, *first["output_ids"]]])
-    said = await asked(engine, input_ids=PROMPT, sampling_params=params)
-    ids = said["output_ids"]
+    result = await asked(engine, input_ids=PROMPT, sampling_params=params)
+    ids = result["output_ids"]
     forced = await asked(
         engine,
         input_ids=PROMPT + ids,
@@ -127,7 +127,7 @@ async def test_logprobs_are_those_of_teacher_forcing(
         logprob_start_len=len(PROMPT),
         extra_key="forced",
     )
-    before = [one[0] for one in said["meta_info"]["output_token_logprobs"]]
+    before = [one[0] for one in result["meta_info"]["output_token_logprobs"]]
     after = [one[0] for one in forced["meta_info"]["input_token_logprobs"]]
     assert len(before) == len(ids)
     # The last id of the vocabulary is told as another in a prompt's log-probs; the first has none.

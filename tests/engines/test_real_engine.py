@@ -206,9 +206,9 @@ async def test_a_commit_computes_what_a_fresh_load_would(
     """As the model that the tensors make: fused parameters hold every part."""
     version = await make_live(control, tmp_path / "other", state_of(OTHER))
     prompt = [104, 101, 7, 250, 33, 9]
-    by, told = await client.prompt_logprobs(prompt)
+    by, result = await client.prompt_logprobs(prompt)
     assert by == str(version)
-    assert told == pytest.approx(reference(make_model(OTHER), prompt), abs=CLOSE)
+    assert result == pytest.approx(reference(make_model(OTHER), prompt), abs=CLOSE)
 
 
 async def test_refusals_leave_the_old_version_serving(
@@ -350,12 +350,12 @@ async def test_the_next_prefill_is_cut_as_the_permit_says(
         prompt = [2 + (next(_sequence) * 7 + 31 * n) % 250 for n in range(400)]
         await client.generate(prompt, GREEDY | {"max_new_tokens": 1})
 
-        def told() -> list[int]:
+        def reported() -> list[int]:
             text = log.read_bytes()[begun:].decode()
             return [int(found) for found in re.findall(r"Prefill batch.*?#new-token: (\d+)", text)]
 
-        await until(lambda: sum(told()) >= len(prompt))  # its log may be behind its answer
-        return told()
+        await until(lambda: sum(reported()) >= len(prompt))  # its log may be behind its answer
+        return reported()
 
     permit = engine.holder.permit
     whole = await chunks()

@@ -98,11 +98,11 @@ def served(
         yield Served(request.param, engine, FIRST, read_checkpoint(model))
 
 
-async def said(engine: RealEngine) -> tuple[str, list[float], list[int]]:
+async def scored(engine: RealEngine) -> tuple[str, list[float], list[int]]:
     """Version, log-probs of a prompt, and greedy tokens."""
     async with TurnClient(engine.url) as client:
-        by, told = await client.prompt_logprobs(PROMPT)
-        return by, list(told), list((await client.generate([104], GREEDY)).output_ids)
+        by, result = await client.prompt_logprobs(PROMPT)
+        return by, list(result), list((await client.generate([104], GREEDY)).output_ids)
 
 
 @pytest.mark.parametrize(("seed", "scales"), [(1, "exact"), (2, "power-of-two")])
@@ -130,11 +130,11 @@ async def test_a_publishers_fp8_version_committed_in_place_is_what_a_fresh_load_
         assert (await control.attest()).digest == manifest.digest
         (tmp_path / "live").mkdir()
         await control.export(tmp_path / "live" / "m.safetensors")
-    committed = await said(served.engine)
+    committed = await scored(served.engine)
     (tmp_path / "fresh").mkdir()
     fresh = start_engine(tmp_path / "fresh", model, version=str(version), program=program)
     with fresh as engine:
-        assert await said(engine) == committed
+        assert await scored(engine) == committed
     assert committed[2] == cycle(successors(recipe), 104, 24)
     live = read_checkpoint(tmp_path / "live")
     assert live.keys() == new.keys()

@@ -128,13 +128,13 @@ def test_the_ranks_parts_make_up_the_checkpoint(
     reports: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
     """Every element is held, and digests of distinct parts add up to the checkpoint's."""
-    said = reports[name]
-    assert [one.get("refused") for one in said] == [None, None]
+    reported = reports[name]
+    assert [one.get("refused") for one in reported] == [None, None]
     checkpoint = read_checkpoint(Path(reports["root"][0]["root"]) / name)
-    parts = [{n: _part(p) for n, p in one["parts"].items()} for one in said]
+    parts = [{n: _part(p) for n, p in one["parts"].items()} for one in reported]
     check_parts(parts, {n: stored[2].size for n, stored in checkpoint.items()})
     for tensor, (_, _, bits) in checkpoint.items():
-        held = {parts[rank][tensor]: said[rank]["digests"][tensor] for rank in range(2)}
+        held = {parts[rank][tensor]: reported[rank]["digests"][tensor] for rank in range(2)}
         found = total(Digest.parse(digest) for digest in held.values())
         assert found == digest_run(tensor, 0, bits), tensor
 

@@ -24,7 +24,7 @@ from rose_engines.process.client import Generation, TurnClient
 from rose_engines.weights.calls import Status
 from rose_engines.weights.control import ControlClient
 from rose_trainer.lora import Adapter
-from tests.engines.adapter_models import RANK, logprobs, make_base, state, told, trained
+from tests.engines.adapter_models import RANK, logprobs, logprobs_of, make_base, state, trained
 
 pytestmark = [
     pytest.mark.engine,
@@ -235,7 +235,7 @@ async def test_a_bundle_of_another_run_and_another_rank_are_refused(
 
 async def test_who_names_no_run_gets_the_first_slots(shared: Trained) -> None:
     wanted = logprobs(shared.models[RUNS[0]], PROMPT)
-    assert np.abs(await told(shared.engine, PROMPT) - wanted).max() < 1e-3
+    assert np.abs(await logprobs_of(shared.engine, PROMPT) - wanted).max() < 1e-3
 
 
 async def test_an_engine_that_was_killed_has_no_adapters_until_they_come_again(

@@ -100,8 +100,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def models(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Model -> what SGLang makes of it, and its checkpoint."""
     root = tmp_path_factory.mktemp("models")
-    said = ask(root, {"first": folders["qwen3"], "models": list(folders.values()), "pools": {}})
-    return {name: said["models"][folder] for name, folder in folders.items()}
+    reported = ask(root, {"first": folders["qwen3"], "models": list(folders.values()), "pools": {}})
+    return {name: reported["models"][folder] for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +124,8 @@ def grid(
         for name, some in cases.items()
     }
     root = tmp_path_factory.mktemp("grid")
-    said = ask(root, {"first": folders["qwen3"], "models": [], "pools": pools})["pools"]
-    return list(zip((case for some in cases.values() for case in some), said, strict=True))
+    received = ask(root, {"first": folders["qwen3"], "models": [], "pools": pools})["pools"]
+    return list(zip((case for some in cases.values() for case in some), received, strict=True))
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
@@ -144,8 +144,8 @@ def halves(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     """What the first of two ranks makes of every model that two GPUs can share."""
     root = tmp_path_factory.mktemp("halves")
     asked = {"first": folders["qwen3"], "models": list(folders.values()), "pools": {}}
-    said = ask(root, asked, ranks=2)["models"]
-    return {name: said[folder] for name, folder in folders.items()}
+    reported = ask(root, asked, ranks=2)["models"]
+    return {name: reported[folder] for name, folder in folders.items()}
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))

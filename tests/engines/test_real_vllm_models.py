@@ -29,7 +29,7 @@ TIED = RECIPES["tiny-tied"]
 FIRST, SECOND = (WeightVersion("models", 1, number) for number in range(2))
 
 
-def with_words(folder: Path) -> Path:
+def with_tokenizer(folder: Path) -> Path:
     """With a tokenizer: vLLM does not start without one."""
     for path in make_model(TIED).iterdir():
         if path.name.startswith(("tokenizer", "special")):
@@ -55,19 +55,19 @@ async def test_a_commit_is_what_a_fresh_load_would_be(tmp_path: Path) -> None:
             await control.stage(tmp_path / "b")
             assert (await control.commit(str(SECOND))).digest == manifest.digest
             await control.export(tmp_path / "model.safetensors")
-            by, told = await client.prompt_logprobs(prompt)
+            by, result = await client.prompt_logprobs(prompt)
     assert by == str(SECOND)
     fresh = tmp_path / "fresh"
     fresh.mkdir()
     (fresh / "config.json").write_bytes((model / "config.json").read_bytes())
     (tmp_path / "model.safetensors").rename(fresh / "model.safetensors")
-    found = read_checkpoint(with_words(fresh))
+    found = read_checkpoint(with_tokenizer(fresh))
     assert all(np.array_equal(found[key][2], new[key][2]) for key in new)
     again = tmp_path / "again"
     again.mkdir()
     with start_vllm(again, fresh, version=str(SECOND)) as engine:
         async with TurnClient(engine.url) as client:
-            assert (await client.prompt_logprobs(prompt))[1] == told
+            assert (await client.prompt_logprobs(prompt))[1] == result
 
 
 def latent(folder: Path) -> Path:
@@ -90,12 +90,12 @@ def latent(folder: Path) -> Path:
     settings = AutoConfig.for_model(kind, **shape)
     made = AutoModelForCausalLM.from_config(settings)  # type: ignore[no-untyped-call]
     made.to(torch.bfloat16).save_pretrained(folder)
-    return with_words(folder)
+    return with_tokenizer(folder)
 
 
 def mixture(folder: Path) -> Path:
     """A small Qwen 3 with experts, whose matrices vLLM repacks on CPU."""
-    return with_words(write(folder, *experts()))
+    return with_tokenizer(write(folder, *experts()))
 
 
 @pytest.mark.parametrize(

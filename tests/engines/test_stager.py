@@ -125,9 +125,9 @@ def test_a_killed_one_is_said_and_replaced(bundle: Path, old: State, sparse: Sta
         stopped(first)
         killer = threading.Timer(0.2, os.kill, (first, signal.SIGKILL))
         killer.start()
-        said = aborted(stager, live, bundle)
+        reported = aborted(stager, live, bundle)
         killer.join()
-        assert "SIGKILL" in said or "lost" in said
+        assert "SIGKILL" in reported or "lost" in reported
         assert equal(live, old)
         assert stager.pid not in {None, first}
         commit(stage(bundle, live, digest_live(live), stager=stager), live)
@@ -467,10 +467,10 @@ def test_compiled_loops_do_what_they_say_in_python(word: str) -> None:
     )
     places, names = np.array([0, 1, 7, 9], np.uint32), np.array([90, 8, 7, 100], np.int64)
     start = draw.integers(0, 1 << 8 * kind.itemsize, 40, dtype=kind, endpoint=False)
-    told = draw.integers(0, 1 << 8 * kind.itemsize, 10, dtype=kind, endpoint=False)
+    reported = draw.integers(0, 1 << 8 * kind.itemsize, 10, dtype=kind, endpoint=False)
     found = []
     for compiled in (True, False):
-        bits, given, old = start.copy(), told.copy(), np.zeros_like(told)
+        bits, given, old = start.copy(), reported.copy(), np.zeros_like(reported)
         memory = HostMemory.of(host_tensors({"t": (word, (40,), bits)}))
         sums = np.zeros((2, 4), np.uint64)
         both = (

@@ -72,18 +72,18 @@ async def test_the_librarys_own_verifier_is_a_function_of_the_platforms_list(rew
             about = {"dataset": name, "seed": 7, "size": 5, "index": 3}
             right = dataset(name, 7, 5)[3]["answer"]
             for answer, correct in ((right, True), ("none of these", False)):
-                said = await _scored(
+                result = await _scored(
                     session, rewards, trajectory=f"{name} {correct}", answer=answer, data=about
                 )
-                assert (said["outcome"], said["correct"]) == ("scored", correct), (name, said)
-                assert (said["reward"] == 1.0) == correct
+                assert (result["outcome"], result["correct"]) == ("scored", correct), (name, result)
+                assert (result["reward"] == 1.0) == correct
 
 
 async def test_a_question_that_there_is_not_is_lost_and_no_zero(rewards: str) -> None:
     about = {"dataset": "no such dataset", "seed": 7, "size": 5, "index": 3}
     async with aiohttp.ClientSession() as session:
-        said = await _scored(session, rewards, trajectory="t", answer="4", data=about)
-    assert said["outcome"] == "lost"
+        result = await _scored(session, rewards, trajectory="t", answer="4", data=about)
+    assert result["outcome"] == "lost"
 
 
 async def test_questions_go_over_a_lease_and_each_answer_to_its_reward(

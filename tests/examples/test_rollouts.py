@@ -150,9 +150,9 @@ async def test_every_trajectory_that_began_is_reported_once_when_the_run_ends() 
     trained, dropped, withdrawn = (
         [key for report in client.reports for key in report[kind]] for kind in range(3)
     )
-    said = [*trained, *dropped, *withdrawn]
-    assert len(said) == len(set(said))
-    assert set(client.over) <= set(said)
+    found = [*trained, *dropped, *withdrawn]
+    assert len(found) == len(set(found))
+    assert set(client.over) <= set(found)
     assert len(trained) == 12
     assert dropped, "groups of version 0 were too old for version 9"
 

@@ -148,8 +148,8 @@ async def test_every_episode_that_began_is_reported_exactly_once() -> None:
     for _ in range(6):
         await source.report(await whole(source))
     await source.close()
-    said = [key for keys in client.said.values() for key in keys]
-    assert sorted(said) == sorted(client.began)
+    found = [key for keys in client.said.values() for key in keys]
+    assert sorted(found) == sorted(client.began)
 
 
 async def test_between_two_rounds_and_after_the_last_nothing_is_in_flight() -> None:
@@ -244,8 +244,8 @@ async def test_late_rewards_are_in_the_next_step_and_every_episode_is_reported_o
     assert [record["late"] for record in records.rounds] == [0, 1, 1, 1]
     # Two turns of up to 24 s, a second more for the sibling; ten more if it waited for the last.
     assert max(steps) < 2 * (24.0 + 1.0) + 10.0
-    said = [key for keys in client.said.values() for key in keys]
-    assert sorted(said) == sorted(client.began)
+    found = [key for keys in client.said.values() for key in keys]
+    assert sorted(found) == sorted(client.began)
 
 
 async def test_a_group_without_a_reward_is_left_out_and_the_run_goes_on() -> None:
@@ -264,5 +264,5 @@ async def test_a_group_without_a_reward_is_left_out_and_the_run_goes_on() -> Non
     assert len(left_out) == 2
     assert set(left_out) <= set(client.said["dropped"]) | set(client.said["cut"])
     assert sum(int(str(record["unscored"])) for record in records.rounds) == 2
-    said = [key for keys in client.said.values() for key in keys]
-    assert sorted(said) == sorted(client.began)
+    found = [key for keys in client.said.values() for key in keys]
+    assert sorted(found) == sorted(client.began)

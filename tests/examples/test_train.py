@@ -141,11 +141,11 @@ async def test_a_run_takes_its_rewards_from_the_gateway_and_trains_on_late_ones_
     check = {"module": "examples.grpo.checks:score", "path": str(Path(__file__).parents[2])}
     (tmp_path / "functions.yaml").write_text(yaml.safe_dump({"grpo": check}))
     lease = FakeLease(folder)
-    told = replace(settings(folder, seconds=200.0), rounds=True, surplus=0.5, late=1)
+    reported = replace(settings(folder, seconds=200.0), rounds=True, surplus=0.5, late=1)
     # As this process' user: the checkout may lie where others may not look.
     gateway = running(tmp_path / "functions.yaml", workers=1, first_user=0)
     async with gateway as (_, port):
-        records = await run(lease, told, tmp_path / "out", f"http://127.0.0.1:{port}")
+        records = await run(lease, reported, tmp_path / "out", f"http://127.0.0.1:{port}")
     rounds = [record for record in records if record["event"] == "round"]
     steps = [record for record in records if record["event"] == "step"]
     assert len(rounds) >= len(steps) >= 3
@@ -176,8 +176,10 @@ async def test_a_run_of_rounds_trains_on_them_and_reports_what_was_cut(
     folder: Path, tmp_path: Path
 ) -> None:
     lease = FakeLease(folder, refuse_share=0.2)
-    told = replace(settings(folder, seconds=200.0), rounds=True, surplus=0.5, member_surplus=0.5)
-    records = await run(lease, told, tmp_path)
+    reported = replace(
+        settings(folder, seconds=200.0), rounds=True, surplus=0.5, member_surplus=0.5
+    )
+    records = await run(lease, reported, tmp_path)
     rounds = [record for record in records if record["event"] == "round"]
     steps = [record for record in records if record["event"] == "step"]
     assert len(rounds) >= len(steps) >= 3
@@ -193,9 +195,9 @@ async def test_a_run_of_rounds_trains_on_them_and_reports_what_was_cut(
 async def test_rounds_that_start_more_than_may_be_in_flight_are_refused(
     folder: Path, tmp_path: Path
 ) -> None:
-    told = replace(settings(folder, seconds=60.0), rounds=True, concurrency=2)
+    reported = replace(settings(folder, seconds=60.0), rounds=True, concurrency=2)
     with pytest.raises(RoundTooLarge, match="starts 3 groups at once, --concurrency allows 2"):
-        await run(FakeLease(folder), told, tmp_path)
+        await run(FakeLease(folder), reported, tmp_path)
 
 
 async def test_a_refusal_ends_the_run(folder: Path, tmp_path: Path) -> None:
@@ -222,14 +224,20 @@ async def test_an_absent_router_is_waited_for_and_the_run_still_ends_cleanly(
 def test_help_lists_the_knobs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    said = capsys.readouterr().out
-    assert all(knob in said for knob in ("--max-age", "--rounds", "--member-surplus"))
+    output = capsys.readouterr().out
+    assert all(knob in output for knob in ("--max-age", "--rounds", "--member-surplus"))
 
 
 def test_rounds_are_off_unless_asked_for_and_their_defaults_fit_the_concurrency() -> None:
     usual = ["--url", "http://lease", "--store", "store:1", "--out", "out"]
     assert parser().parse_args(usual).rounds is False
-    told = parser().parse_args([*usual, "--rounds"])
-    shape = RoundShape(told.per_step, told.group_size, told.surplus, told.member_surplus, told.late)
-    assert shape.started <= told.concurrency
-    assert shape.started_members > told.group_size
+    reported = parser().parse_args([*usual, "--rounds"])
+    shape = RoundShape(
+        reported.per_step,
+        reported.group_size,
+        reported.surplus,
+        reported.member_surplus,
+        reported.late,
+    )
+    assert shape.started <= reported.concurrency
+    assert shape.started_members > reported.group_size

@@ -168,9 +168,9 @@ async def _call(
     metadata = [("authorization", f"Bearer {token}")] if token else []
     frame = encode(filled(method.request))
     call = channel.unary_unary(method.path)(frame, metadata=metadata, timeout=seconds)
-    code, said = await call.code(), str(await call.details())
+    code, reported = await call.code(), str(await call.details())
     # A stream of answers has its refusals in them.
-    return code, said if code is not grpc.StatusCode.OK else repr(await call)
+    return code, reported if code is not grpc.StatusCode.OK else repr(await call)
 
 
 def filled(kind: Any) -> Any:  # noqa: ANN401, PLR0911  # any type of a message's field

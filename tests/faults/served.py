@@ -27,25 +27,25 @@ def routes_of(app: web.Application) -> list[str]:
     ]
 
 
-def tell_all(file: Path) -> None:
+def record_all(file: Path) -> None:
     """Whatever this process begins to serve is a line of the file."""
 
-    def tell(*lines: str) -> None:
-        with file.open("a") as said:
-            said.writelines(f"{line}\n" for line in lines)
+    def write(*lines: str) -> None:
+        with file.open("a") as reported:
+            reported.writelines(f"{line}\n" for line in lines)
 
     add, freeze, serve = serving.Server._add, web.Application.pre_freeze, plainpages.serve
 
     def bound(server: serving.Server, method: Any, handler: Any) -> None:  # noqa: ANN401  # theirs
-        tell(method.path)
+        write(method.path)
         add(server, method, handler)
 
     def frozen(app: web.Application) -> None:
-        tell(*routes_of(app))
+        write(*routes_of(app))
         freeze(app)
 
     async def plain(listener: socket.socket, registry: CollectorRegistry) -> object:
-        tell(*(f"GET {path}" for path in plainpages.PATHS))
+        write(*(f"GET {path}" for path in plainpages.PATHS))
         return await serve(listener, registry)
 
     serving.Server._add = bound  # type: ignore[method-assign,assignment]
@@ -54,5 +54,5 @@ def tell_all(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    tell_all(Path(sys.argv[1]))
+    record_all(Path(sys.argv[1]))
     sys.exit(main(sys.argv[2:]))

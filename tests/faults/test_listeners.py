@@ -139,10 +139,10 @@ class Fleet:
             seconds=300,
         )
 
-    def port(self, name: str, said: str) -> str:
+    def port(self, name: str, text: str) -> str:
         """An address that a process tells in its log."""
         log = (self.node.root / f"{name}.log").read_text()
-        return f"127.0.0.1:{log.split(said)[1].split(',')[0].split()[0]}"
+        return f"127.0.0.1:{log.split(text)[1].split(',')[0].split()[0]}"
 
 
 @contextlib.asynccontextmanager
@@ -205,7 +205,7 @@ def opened(name: str, word: str) -> set[str]:
     return set().union(*(rights.allowed(listener, party) for party in parties))
 
 
-async def heard(
+async def response_to(
     found: Fleet, name: str, ports: list[int], word: str
 ) -> tuple[set[str], set[str], list[str]]:
     """Verbs of a process that the bearer may use, those that were tried, and what it read."""
@@ -246,12 +246,12 @@ async def test_each_verb_of_each_process_opens_to_whom_the_table_says(short_dir:
         for name, listener in LISTENERS.items():
             served = found.served(name) | UNBOUND.get(name, set())
             assert served == rights.verbs(listener), f"{name}: a verb without a rule"
-        said: list[str] = []
+        received: list[str] = []
         ports = {name: [port for _, port in found.listeners(name)] for name in PORTS}
         for word in WHO:
             # Side by side: a stream that opens is waited for, and costs no processor time.
             knocked = await asyncio.gather(
-                *(heard(found, name, ports[name], word) for name in PORTS)
+                *(response_to(found, name, ports[name], word) for name in PORTS)
             )
             for name, (open_to, tried, bodies) in zip(PORTS, knocked, strict=True):
                 expected = opened(name, word) & tried
@@ -260,16 +260,16 @@ async def test_each_verb_of_each_process_opens_to_whom_the_table_says(short_dir:
                 if word == "slot" and name == "host":  # the fake engine's model has no such file
                     expected -= {"GET /slots/{uid}/tokenizer"}
                 assert open_to == expected, f"{name}, shown {word or 'nothing'}"
-                said += bodies
+                received += bodies
         for pid in found.engines():
             for address, _ in doors.listeners([pid]):
                 assert address in {"127.0.0.1", "::1"}, "an engine can be reached from elsewhere"
         held = sockets(found)
         assert held
         assert [path for path in held if path.exists() and not private(path, short_dir)] == []
-        said.append(str(await found.node.report()))
-        said += outputs(found)
-        text = "\n".join(said)
+        received.append(str(await found.node.report()))
+        received += outputs(found)
+        text = "\n".join(received)
         assert SLOT.uid in text, "the search looks where things are said"
         # Of its environment an engine's key is the one secret, and it opens nothing but the engine.
         assert [name for name, word in found.words.items() if word in text] == ["engine"]
@@ -325,11 +325,11 @@ def test_every_grpc_method_and_every_kind_has_a_rule() -> None:
 def outputs(found: Fleet) -> list[str]:
     """Everything the processes logged, reported and show in lists of processes."""
     pids = {process.pid for process in found.node.processes.values()}
-    said = [path.read_text(errors="replace") for path in found.node.root.rglob("*.log")]
-    said += [repr(request) for request in found.node.operator.requests]
-    said += [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids | found.engines()]
-    said += [read(f"/proc/{pid}/environ") for pid in found.engines()]
-    return said
+    output = [path.read_text(errors="replace") for path in found.node.root.rglob("*.log")]
+    output += [repr(request) for request in found.node.operator.requests]
+    output += [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids | found.engines()]
+    output += [read(f"/proc/{pid}/environ") for pid in found.engines()]
+    return output
 
 
 def read(path: str) -> str:
@@ -361,8 +361,8 @@ async def test_the_operator_hears_no_stranger(control_plane: ControlPlane, tmp_p
             (word, CallerParty.NODE),
         ):
             answers = [await doors.knock(port, token, served) for port in ports]
-            heard = set().union(*(answer.heard for answer in answers))
-            assert heard == rights.allowed(Listener.OPERATOR, party) - unbound, party
+            received = set().union(*(answer.heard for answer in answers))
+            assert received == rights.allowed(Listener.OPERATOR, party) - unbound, party
             assert word not in "".join(text for one in answers for text in one.bodies.values())
         assert word not in operator.log.read_text()
     finally:

@@ -69,8 +69,8 @@ class Scene:
             until(lambda: self.status(name)[0] == "True", f"lease {name} is granted")
         except pytest.fail.Exception as error:
             lease = self.cluster.get(harness.LEASE, name, self.namespace) or {}
-            told = f"{lease.get('status')}\n{self.operator.log.read_text()[-3000:]}"
-            pytest.fail(f"{error}\n{told}")
+            answer = f"{lease.get('status')}\n{self.operator.log.read_text()[-3000:]}"
+            pytest.fail(f"{error}\n{answer}")
 
     def slots(self) -> list[dict[str, Any]]:
         return [

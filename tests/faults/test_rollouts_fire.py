@@ -75,7 +75,7 @@ class Fire:
         if engine.kind is EngineKind.DEDICATED:
             return
         engine.leaving, engine.gate_open = True, False
-        self._w.tell(engine)
+        self._w.update_engine(engine)
         self._later(3, self._return, engine)
 
     def _return(self, engine: SimEngine) -> None:
@@ -87,12 +87,12 @@ class Fire:
 
     def cut_cap(self, engine: SimEngine) -> None:
         whole, engine.cap = engine.cap, 1
-        self._w.tell(engine)
+        self._w.update_engine(engine)
         self._later(2, self._restore, engine, whole)
 
     def _restore(self, engine: SimEngine, cap: int) -> None:
         engine.cap = max(engine.cap, cap)
-        self._w.tell(engine)
+        self._w.update_engine(engine)
 
     def hold(self, _engine: SimEngine) -> None:
         self._w.service.queue.hold()

@@ -136,8 +136,10 @@ async def test_two_operators_that_know_different_things_pass_a_limit_for_one_pas
     first.lease(spec__slots={"min": 1, "max": 2})
     second = Bench(first.api)
     for bench, emptiest in ((first, "a"), (second, "b")):
-        heard = tuple(replica("default/chat", name, kv=500 * (name != emptiest)) for name in "ab")
-        bench.telemetry.record(SyncRequest("n1", "t", 0, heard, ()), bench.now)
+        received = tuple(
+            replica("default/chat", name, kv=500 * (name != emptiest)) for name in "ab"
+        )
+        bench.telemetry.record(SyncRequest("n1", "t", 0, received, ()), bench.now)
         bench.read()
     for bench in (first, second):  # each on what it knew before the other wrote
         await bench.reconciler.run_pass()

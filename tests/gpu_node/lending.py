@@ -116,8 +116,8 @@ class Lending:
         try:
             wait_until(lambda: bool(condition()), what, seconds=SECONDS, pause=1.0)
         except StartFailed as error:
-            said = json.dumps(self.devices(), indent=1)
-            pytest.fail("\n\n".join([str(error), self.why(), said, *seen(self.node)]))
+            reported = json.dumps(self.devices(), indent=1)
+            pytest.fail("\n\n".join([str(error), self.why(), reported, *seen(self.node)]))
 
     def single(self) -> list[ServingPod]:
         """The pods of one GPU, by name."""
@@ -135,15 +135,15 @@ class Lending:
     def devices(self) -> Mapping[str, Mapping[str, Any]]:
         """By pod: its GPUs and their memory, as the guard knows them; empty while none answers."""
         where = ("daemonset/rose-agent", f"--namespace={SYSTEM}", "--container=guard")
-        said = self.node.kubectl("exec", *where, "--", "rose", "agent", "report", check=False)
+        reported = self.node.kubectl("exec", *where, "--", "rose", "agent", "report", check=False)
         try:
-            return {one["pod"]: one["devices"] for one in json.loads(said)["replicas"]}
+            return {one["pod"]: one["devices"] for one in json.loads(reported)["replicas"]}
         except ValueError:
             return {}
 
     def words(self) -> dict[str, str]:
         """By pod: why its GPUs are not fit, as the guard knows them."""
-        return {pod: said["refusal"] for pod, said in self.devices().items()}
+        return {pod: reported["refusal"] for pod, reported in self.devices().items()}
 
     def message(self, pod: ServingPod) -> str:
         """Why a pod's GPUs are not fit, in words; empty while nothing is known."""

@@ -39,14 +39,16 @@ def test_five_gpus_fail_in_five_ways(lending: Lending) -> None:
     expected = {pod.name: FIRST[action] for action, pod in hit.items()} | {pair.name: ""}
     lending.wait(lambda: lending.words() == expected, "each replica has its own word")
     lending.wait(lambda: lending.lent() == {pair.name}, "the pair goes on, alone")
-    said = lending.why()
-    assert [word for word in FIRST.values() if word not in said] == []
+    reported = lending.why()
+    assert [reason for reason in FIRST.values() if reason not in reported] == []
     lending.wait(
         lambda: lending.condition("DevicesFit").startswith("False 4 of 6 replicas cannot be lent"),
         "the pool counts them; heat ends by itself",
     )
     fit = lending.condition("DevicesFit")
-    assert [word for word in set(FIRST.values()) - {"ThermalThrottling"} if word not in fit] == []
+    assert [
+        reason for reason in set(FIRST.values()) - {"ThermalThrottling"} if reason not in fit
+    ] == []
     assert "(rose-dev: " in fit
 
 
@@ -69,12 +71,12 @@ def test_a_fault_a_slow_gpu_a_stranger_and_growing_memory(lending: Lending) -> N
     act(lending.state, "hold", [str(full.gpus[0]), str(full.pid), str(grown)])
     words = {faulty.name: "XidError", slow.name: "DeviceUnknown", shared.name: "ForeignProcess"}
     lending.wait(
-        lambda: {pod: word for pod, word in lending.words().items() if word} == words,
+        lambda: {pod: reason for pod, reason in lending.words().items() if reason} == words,
         "each replica has its own word",
     )
-    said = lending.devices()
-    assert "answers take long" in said[slow.name]["message"]
-    assert "kubelet" in said[shared.name]["message"]
+    reported = lending.devices()
+    assert "answers take long" in reported[slow.name]["message"]
+    assert "kubelet" in reported[shared.name]["message"]
     lending.wait(
         lambda: lending.devices().get(full.name, {}).get("pressure") is True, "the GPU is full"
     )
@@ -120,8 +122,8 @@ def well_again(lending: Lending) -> None:
     lending.wait_for_all()
 
 
-def with_word(lending: Lending, word: str) -> set[str]:
-    return {pod for pod, found in lending.words().items() if found == word}
+def with_reason(lending: Lending, reason: str) -> set[str]:
+    return {pod for pod, found in lending.words().items() if found == reason}
 
 
 def test_power_above_the_pools_limit_is_a_reason_until_it_has_fallen(installed: Lending) -> None:
@@ -130,7 +132,7 @@ def test_power_above_the_pools_limit_is_a_reason_until_it_has_fallen(installed: 
     patch_pool(installed, limit)
     hot, *_ = installed.single()
     act(installed.state, "power", [str(hot.gpus[0]), "690"])
-    installed.wait(lambda: with_word(installed, "PowerLimit") == {hot.name}, "the one word")
+    installed.wait(lambda: with_reason(installed, "PowerLimit") == {hot.name}, "the one word")
     assert "690" in installed.message(hot)
     installed.wait(lambda: hot.name not in installed.lent(), "its engine is ended")
     act(installed.state, "power", [str(hot.gpus[0]), "72"])
@@ -161,7 +163,7 @@ def test_an_engine_that_should_be_gone_is_named_and_keeps_the_gpu(lending: Lendi
     try:
         (group / "cgroup.procs").write_text(str(outer))
         act(lending.state, "hold", [gpu, str(inner), str(GIB)])
-        lending.wait(lambda: with_word(lending, "NotVacated") == {left.name}, "the one word")
+        lending.wait(lambda: with_reason(lending, "NotVacated") == {left.name}, "the one word")
         text = "engines that should be gone have processes on the GPU: gone"
         assert lending.message(left) == text
     finally:
@@ -177,7 +179,7 @@ def only_sleeper() -> tuple[int, int]:
     found = [
         tuple(map(int, line.split()[1:3]))
         for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and words_of(entry) == ["sleep", "100000"]
+        if entry.name.isdigit() and fields_of(entry) == ["sleep", "100000"]
         for line in (entry / "status").read_text().splitlines()
         if line.startswith("NSpid:") and len(line.split()) == 4
     ]
@@ -185,7 +187,7 @@ def only_sleeper() -> tuple[int, int]:
     return outer, inner
 
 
-def words_of(entry: Path) -> list[str]:
+def fields_of(entry: Path) -> list[str]:
     try:
         return (entry / "cmdline").read_text().split("\0")[:-1]
     except OSError:
@@ -195,7 +197,7 @@ def words_of(entry: Path) -> list[str]:
 def host_group(lending: Lending) -> str:
     """The cgroup below which the engine host has those of its engines."""
     for entry in (lending.node.root() / "proc").iterdir():
-        if entry.name.isdigit() and "engine-host" in words_of(entry):
+        if entry.name.isdigit() and "engine-host" in fields_of(entry):
             groups = (entry / "cgroup").read_text().splitlines()
             (path,) = (line.split(":", 2)[2] for line in groups if ":devices:" in line)
             return path.removesuffix(f"/{HOST_LEAF}")
@@ -218,7 +220,7 @@ def test_gpus_that_another_team_has_claimed_as_well_are_shared_and_the_others_le
     apply(node, these_gpus("two", uuids))
     try:
         ready(node, pod)
-        lending.wait(lambda: with_word(lending, "SharedGpu") == names, "both are shared")
+        lending.wait(lambda: with_reason(lending, "SharedGpu") == names, "both are shared")
         assert f"{STRAYS}/trainer" in lending.message(twice[1])
         lending.wait(
             lambda: (
@@ -306,7 +308,7 @@ def load_kernel_module(lending: Lending) -> None:
     guards = {
         (entry / "ns/mnt").readlink(): (entry.name, (entry / "exe").readlink())
         for entry in (lending.node.root() / "proc").iterdir()
-        if entry.name.isdigit() and "bin/rose agent" in " ".join(words_of(entry))
+        if entry.name.isdigit() and "bin/rose agent" in " ".join(fields_of(entry))
     }
     assert guards, "no guard runs on the node"
     for pid, python in guards.values():

@@ -79,8 +79,10 @@ def ready_on_both(lending: Lending, component: str) -> bool:
 def models(lending: Lending) -> dict[str, str]:
     """Digest of each model that ``kubectl rose models`` shows on the node, by name."""
     kubeconfig = f"--kubeconfig={lending.node.kubeconfig}"
-    said = run([KUBECTL_ROSE, "models", kubeconfig, "-A", "--output=json"], seconds=60, check=False)
-    rows = json.loads(said.stdout)
+    output = run(
+        [KUBECTL_ROSE, "models", kubeconfig, "-A", "--output=json"], seconds=60, check=False
+    )
+    rows = json.loads(output.stdout)
     return {row["model"]: row["digest"] for row in rows if row["nodes"] == "1 of 1"}
 
 

@@ -109,8 +109,8 @@ def ask_for(real: Lending, engine_class: str, model: str) -> None:
 
 def test_the_mps_daemon_runs_out_of_the_mounted_driver(real: Lending) -> None:
     where = ("daemonset/rose-mps", f"--namespace={SYSTEM}")
-    said = real.node.kubectl("exec", *where, "--", "rose", "mps", "--check", check=False)
-    assert "MpsServingOutside" in said, "a daemon answers, and serving is no client of it"
+    reported = real.node.kubectl("exec", *where, "--", "rose", "mps", "--check", check=False)
+    assert "MpsServingOutside" in reported, "a daemon answers, and serving is no client of it"
 
 
 def test_a_model_that_fits_nowhere_is_said_with_its_size(real: Lending) -> None:

@@ -22,11 +22,11 @@ def room(lending: Lending, index: int) -> int:
 def test_replicas_of_one_and_two_gpus_have_the_memory_of_theirs(lending: Lending) -> None:
     uuids = [gpu.uuid for gpu in lending.state.gpus]
     for pod in lending.pods:
-        said = lending.devices()[pod.name]
-        assert (said["proof"], said["refusal"]) == ("Allocated", "")
-        assert said["class"] == "h100-80gb-hbm3"
-        assert sorted(said["gpus"]) == sorted(uuids[index] for index in pod.gpus)
-        assert said["lendableBytes"] == min(room(lending, index) for index in pod.gpus)
+        reported = lending.devices()[pod.name]
+        assert (reported["proof"], reported["refusal"]) == ("Allocated", "")
+        assert reported["class"] == "h100-80gb-hbm3"
+        assert sorted(reported["gpus"]) == sorted(uuids[index] for index in pod.gpus)
+        assert reported["lendableBytes"] == min(room(lending, index) for index in pod.gpus)
 
 
 def test_a_slot_of_two_gpus_takes_both_of_a_replica_that_has_them(lending: Lending) -> None:
@@ -50,8 +50,8 @@ def test_a_replica_of_eight_has_the_memory_of_its_tightest(installed: Lending) -
         lambda: installed.devices().get(pod.name, {}).get("lendableBytes") == room(installed, 3),
         "the memory of GPU 3",
     )
-    said = installed.devices()[pod.name]["lendable"]
-    assert said.startswith(f"the tightest of 8 GPUs, {tight.uuid}: ")
+    reported = installed.devices()[pod.name]["lendable"]
+    assert reported.startswith(f"the tightest of 8 GPUs, {tight.uuid}: ")
 
 
 def test_a_replica_of_eight_is_taken_back_when_one_of_them_fails(installed: Lending) -> None:

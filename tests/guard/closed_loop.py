@@ -220,15 +220,15 @@ class Guarded:
         goals: of the pool.
         predictor: to begin with.
         size: of every request.
-        told_ms: how often the tap tells tokens and ends; arrivals and first tokens it tells at
+        report_ms: how often the tap tells tokens and ends; arrivals and first tokens it tells at
             once, and the others with them. 0 = everything is known at once.
     """
 
     def __init__(
-        self, goals: LatencyObjective, predictor: Predictor, size: int = 350, told_ms: int = 0
+        self, goals: LatencyObjective, predictor: Predictor, size: int = 350, report_ms: int = 0
     ) -> None:
         self.goals, self.size = goals, size
-        self._every_ms, self._told_ns = told_ms, 0
+        self._every_ms, self._reported_ns = report_ms, 0
         self._news: set[tuple[int, bool]] = set()
         self._told: tuple[LiveRequest, ...] = ()
         self.experience = Experience(NOW, predictor)
@@ -237,7 +237,7 @@ class Guarded:
     def gate(self, world: World) -> tuple[bool, bool]:
         """One look."""
         now = NOW + world.now_ms * MS
-        requests = self._heard(world)
+        requests = self._live_requests(world)
         if not world.under_way:
             self.experience.open_time.note(now + 10**12, now)
             return True, False
@@ -247,14 +247,14 @@ class Guarded:
         self.experience.open_time.note(self._until(verdict), now)
         return verdict.open, verdict.reason is GateReason.SLACK
 
-    def _heard(self, world: World) -> tuple[LiveRequest, ...]:
+    def _live_requests(self, world: World) -> tuple[LiveRequest, ...]:
         news = {(asked.number, asked.first_ms > 0) for asked in world.under_way}
         beat = not self._every_ms or (world.now_ms + _LEAD_MS) % self._every_ms == 0
         if beat or not news <= self._news:
             self._news = news
             self._told = tuple(self._live(asked) for asked in world.under_way)
         if beat:
-            self._told_ns = NOW + world.now_ms * MS
+            self._reported_ns = NOW + world.now_ms * MS
         return self._told
 
     @staticmethod
@@ -267,7 +267,7 @@ class Guarded:
             self.goals.ttft_s, self.goals.tpot_s, self.goals.max_increase, margin
         )
         predictor = self.experience.predictor
-        signal = replace(busy(*requests), tokens_until_ns=self._told_ns)
+        signal = replace(busy(*requests), tokens_until_ns=self._reported_ns)
         return facts(signal, idle_share=0.0, objective=goals, predictor=predictor)
 
     def _live(self, asked: Asked) -> LiveRequest:

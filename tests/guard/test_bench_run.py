@@ -137,10 +137,10 @@ def test_figures_are_on_disk_after_each_window(
     wanted, seen = plan("--rounds", "1"), list[int]()
     whole = run_record.keep
 
-    def keep(asked: Plan, results: Results, said: list[str], folder: Path) -> None:
-        whole(asked, results, said, folder)
+    def keep(asked: Plan, results: Results, received: list[str], folder: Path) -> None:
+        whole(asked, results, received, folder)
         report = msgspec.json.decode((folder / "guard.json").read_bytes(), type=Report)
-        assert report.notes == tuple(said)
+        assert report.notes == tuple(received)
         seen.append(len(results.windows))
 
     monkeypatch.setattr(run_record, "keep", keep)

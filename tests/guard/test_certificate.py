@@ -48,20 +48,20 @@ class World:
         """From arrival to end; whether it exceeds its certificate."""
         self.number += 1
         arrived, first = self.now, self.now + ttft_ms * MS
-        said, one = self.experience, self.number
-        told = said.certificate(GOALS, 99)
-        assert told is not None
-        said.open_time.note(first if is_open else 0, arrived - 1)
-        said.begin(one, arrived)
-        said.note_size(one, 400, arrived)
+        reported, one = self.experience, self.number
+        shown = reported.certificate(GOALS, 99)
+        assert shown is not None
+        reported.open_time.note(first if is_open else 0, arrived - 1)
+        reported.begin(one, arrived)
+        reported.note_size(one, 400, arrived)
         if stop_ms:
-            said.note_stop(stop_ms / 1e3, told.chunk_divisor)
-        said.open_time.note(0, arrived + MS)
-        said.note_first_token(one, first)
+            reported.note_stop(stop_ms / 1e3, shown.chunk_divisor)
+        reported.open_time.note(0, arrived + MS)
+        reported.note_first_token(one, first)
         how = EndKind.COMPLETE
         done = FinishedRequest(one, arrived, first, first + MS, 400, 2, 200, how, "/")
         self.now = first + S
-        return said.learn(done, GOALS, 0).exceeded
+        return reported.learn(done, GOALS, 0).exceeded
 
     @property
     def certificate(self) -> TtftCertificate:
@@ -106,8 +106,8 @@ def test_below_its_samples_a_percentile_is_claimed_at_a_lower_level() -> None:
 
 
 def test_what_the_owner_says_stands_in_the_place_of_what_was_seen() -> None:
-    told = certify([], [0.02] * 99, 0.4, 99, alone_s=0.37)
-    assert (told.next_s, told.level, told.holds) == (0.37, 0.99, True)
+    received = certify([], [0.02] * 99, 0.4, 99, alone_s=0.37)
+    assert (received.next_s, received.level, received.holds) == (0.37, 0.99, True)
     assert not certify([0.1] * 99, [0.04] * 99, 0.4, 99, alone_s=0.37).holds
 
 
@@ -118,9 +118,9 @@ def test_one_stall_does_not_shut_the_gate_for_ever() -> None:
 
 
 def test_without_stops_a_gate_is_not_shut_for_what_one_might_take() -> None:
-    told = certify([0.39] * 99, [0.01] * 8, 0.4, 99)
-    assert told.stop_s == FIRST_STOP_S
-    assert told.holds, "a shut gate would never learn how long a stop takes"
+    reported = certify([0.39] * 99, [0.01] * 8, 0.4, 99)
+    assert reported.stop_s == FIRST_STOP_S
+    assert reported.holds, "a shut gate would never learn how long a stop takes"
 
 
 def test_where_whole_chunks_stop_too_late_short_ones_are_tried_and_certified() -> None:
@@ -131,9 +131,9 @@ def test_where_whole_chunks_stop_too_late_short_ones_are_tried_and_certified() -
     assert (tried.holds, tried.learned, tried.chunk_divisor) == (True, False, SHORT)
     for _ in range(9):
         world.request(370, is_open=True, stop_ms=20)
-    told = world.certificate
-    assert (told.holds, told.learned, told.chunk_divisor) == (True, True, SHORT)
-    assert told.text == "p90 of TTFT 350 + stop 20 = 370 <= 400 ms (prefill chunks 1/4)"
+    reported = world.certificate
+    assert (reported.holds, reported.learned, reported.chunk_divisor) == (True, True, SHORT)
+    assert reported.text == "p90 of TTFT 350 + stop 20 = 370 <= 400 ms (prefill chunks 1/4)"
 
 
 def test_short_chunks_are_not_tried_for_what_would_be_late_alone() -> None:
@@ -165,13 +165,13 @@ def test_one_request_in_twelve_at_most_meets_a_gate_without_a_promise() -> None:
     for whole in (False, True):
         envelope, bare, asked = Envelope(), 0, 5000
         for _ in range(asked):
-            told = envelope.certificate(0.4, 99, whole=whole)
+            reported = envelope.certificate(0.4, 99, whole=whole)
             envelope.note_next(0.3)
-            if not told.holds:
-                envelope.note_refused(told)
+            if not reported.holds:
+                envelope.note_refused(reported)
             else:
-                envelope.note_stop(0.2, told.chunk_divisor)
-                bare += not told.learned
+                envelope.note_stop(0.2, reported.chunk_divisor)
+                bare += not reported.learned
         assert bare > 18, "stops are learned anew"
         assert bare - 18 <= asked / 12, "after the first nine of each size"
 
@@ -183,9 +183,9 @@ def test_a_request_that_is_late_by_itself_shuts_the_gate_whatever_stops_took() -
     for _ in range(20):
         envelope.note_next(0.5)
     for _ in range(2 * RELEARN):
-        told = envelope.certificate(0.4, 99)
-        assert not told.holds
-        envelope.note_refused(told)
+        reported = envelope.certificate(0.4, 99)
+        assert not reported.holds
+        envelope.note_refused(reported)
 
 
 def test_beside_ranks_that_keep_whole_chunks_no_short_ones_are_promised() -> None:
@@ -195,8 +195,8 @@ def test_beside_ranks_that_keep_whole_chunks_no_short_ones_are_promised() -> Non
         envelope.note_stop(0.06)
         envelope.note_stop(0.02, SHORT)
     assert envelope.certificate(0.4, 99).holds
-    told = envelope.certificate(0.4, 99, whole=True)
-    assert (told.holds, told.chunk_divisor) == (False, 1)
+    reported = envelope.certificate(0.4, 99, whole=True)
+    assert (reported.holds, reported.chunk_divisor) == (False, 1)
 
 
 def test_a_gate_that_opens_under_a_certificate_carries_its_chunks() -> None:
@@ -249,24 +249,24 @@ def test_a_gate_that_was_shut_for_slow_stops_opens_to_learn_them_anew() -> None:
 )
 def test_a_shut_gate_opens_again_for_requests_without_a_ttft(first_ns: int, status: int) -> None:
     goals = LatencyObjective(ttft_s=0.4, alone_s=0.35)
-    said = Experience(NOW, lessons=Lessons())
+    reported = Experience(NOW, lessons=Lessons())
     for _ in range(20):
-        said.note_stop(0.075)
-        said.note_stop(0.075, SHORT)
-    told = said.certificate(goals, 99)
-    assert told is not None
-    assert not told.holds
+        reported.note_stop(0.075)
+        reported.note_stop(0.075, SHORT)
+    shown = reported.certificate(goals, 99)
+    assert shown is not None
+    assert not shown.holds
     for number in range(RELEARN):
         now = NOW + number * S
-        said.certificate(goals, 99)
-        said.begin(number, now)
+        reported.certificate(goals, 99)
+        reported.begin(number, now)
         first = now + first_ns if first_ns else 0
         how = EndKind.COMPLETE
         done = FinishedRequest(number, now, first, now + 10 * MS, 400, 2, status, how, "/")
-        said.learn(done, goals, 0)
-    told = said.certificate(goals, 99)
-    assert told is not None
-    assert told.holds, "nothing else would ever take its stops away"
+        reported.learn(done, goals, 0)
+    shown = reported.certificate(goals, 99)
+    assert shown is not None
+    assert shown.holds, "nothing else would ever take its stops away"
 
 
 def test_what_stopping_took_is_not_counted_twice() -> None:
@@ -281,20 +281,20 @@ def test_what_stopping_took_is_not_counted_twice() -> None:
 def test_followers_within_the_stop_count_as_the_batch() -> None:
     alone, crowded = World(), World()
     for world in (alone, crowded):
-        said = world.experience
+        reported = world.experience
         for number in range(0, 40, 2):
             now = NOW + number * S
-            said.begin(number, now)
-            said.note_stop(0.075)
-            said.note_size(number, 400, now)
+            reported.begin(number, now)
+            reported.note_stop(0.075)
+            reported.note_size(number, 400, now)
             if world is crowded:
-                said.begin(number + 1, now + MS)
-                said.note_size(number + 1, 4000, now + MS)
+                reported.begin(number + 1, now + MS)
+                reported.note_size(number + 1, 4000, now + MS)
             how = EndKind.COMPLETE
             for one in (number + 1, number):
                 first = now + 50 * MS
                 done = FinishedRequest(one, now, first, first, 400, 1, 200, how, "/")
-                said.learn(done, GOALS, 0)
+                reported.learn(done, GOALS, 0)
     assert crowded.certificate.next_s > alone.certificate.next_s + 0.01
 
 

@@ -124,7 +124,7 @@ def test_no_violation_is_added_and_the_slack_of_an_offline_search_is_lent(name: 
 @pytest.mark.parametrize("name", ["steady", "80 % of its rate"])
 def test_tokens_told_twice_a_period_lend_nearly_what_tokens_known_at_once_do(name: str) -> None:
     goals, allowed = alone(name)
-    guarded = Guarded(goals, Predictor(), told_ms=50)
+    guarded = Guarded(goals, Predictor(), report_ms=50)
     world = World(MACHINES[name], 1, SECONDS).run(guarded.gate, guarded.ended)
     assert slow(world, goals) <= allowed
     assert world.harvested >= 0.9 * lent(name).harvested > 0

@@ -118,14 +118,14 @@ def test_the_followers_own_bars_come_first() -> None:
 
 
 def test_no_lease_is_longer_than_a_permit_or_than_the_leaders_own() -> None:
-    def told(until_ns: int, *, is_open: bool = True) -> LeaderUpdate:
+    def reported(until_ns: int, *, is_open: bool = True) -> LeaderUpdate:
         return answer(is_open=is_open, reason=GateReason.SLACK, until_ns=until_ns, now_ns=NOW)
 
-    assert told(0).lease_ns == MAX_LEASE_NS
-    assert told(NOW + 10 * MS).lease_ns == 10 * MS
-    assert told(NOW + S).lease_ns == MAX_LEASE_NS
-    assert (told(NOW).open, told(NOW).lease_ns) == (False, 0)
-    assert (told(0, is_open=False).open, told(0, is_open=False).lease_ns) == (False, 0)
+    assert reported(0).lease_ns == MAX_LEASE_NS
+    assert reported(NOW + 10 * MS).lease_ns == 10 * MS
+    assert reported(NOW + S).lease_ns == MAX_LEASE_NS
+    assert (reported(NOW).open, reported(NOW).lease_ns) == (False, 0)
+    assert (reported(0, is_open=False).open, reported(0, is_open=False).lease_ns) == (False, 0)
     longer = msgspec.structs.replace(update(7, 1), lease_ns=S)
     state, _ = LeaderLease(next_number=7).ask(NOW)
     assert state.apply(longer, NOW).until_ns == NOW + MAX_LEASE_NS
@@ -163,16 +163,16 @@ class Network:
     def speak(self, number: int, fates: list[int]) -> None:
         self.sequence += 1
         reason = GateReason.IDLE if self.leader_open else GateReason.SERVING_BUSY
-        said = answer(
+        reported = answer(
             is_open=self.leader_open,
             reason=reason,
             until_ns=0,
             now_ns=self.now_ns + self.offset_ns,
         )
-        if said.open:
+        if reported.open:
             self.given_ns.append(self.now_ns)
         marks = {"boot": self.boot, "term": 1, "sequence": self.sequence, "number": number}
-        self.send(msgspec.structs.replace(said, **marks), fates)
+        self.send(msgspec.structs.replace(reported, **marks), fates)
 
     def do(self, event: str, there: list[int], back: list[int]) -> None:
         if event == "ask":

@@ -53,15 +53,15 @@ def test_one_late_tick_or_heartbeat_lapses_nothing() -> None:
 def test_the_page_has_these_sums() -> None:
     page = (Path(__file__).parents[2] / "docs/guard.md").read_text()
     rows = re.findall(r"^\| (\w[\w ]*\w)(?:,[^|]*)? \|[^|]*\| ([\d +]+) \|$", page, re.MULTILINE)
-    told = {name: tuple(map(int, figures.split(" + "))) for name, figures in rows}
-    assert told == SUMS
+    found = {name: tuple(map(int, figures.split(" + "))) for name, figures in rows}
+    assert found == SUMS
 
 
 def test_no_permit_outlasts_what_it_was_judged_by() -> None:
     """So a tap that dies is acted upon at its deadline, whenever the guard looks again."""
     until = 10**9
-    heard = ServingSignal(SignalSource.WIRE_TAP, 0, empty_since_ns=0, believed_until_ns=until)
-    facts = ReplicaFacts(signal=heard)
+    received = ServingSignal(SignalSource.WIRE_TAP, 0, empty_since_ns=0, believed_until_ns=until)
+    facts = ReplicaFacts(signal=received)
     verdict = judge(facts, GateLimits(), now_ns=until - 1)
     assert (verdict.open, verdict.until_ns) == (True, until)
     assert judge_whole(facts, WholePhase.ASLEEP).until_ns == until

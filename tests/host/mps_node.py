@@ -59,13 +59,13 @@ class Node:
         """Serving runs in the pod; whoever else there is, is an engine."""
         return Owner(pod=POD) if pid == self.serving else Owner(slot=SlotUid("some-slot"))
 
-    def tell(self, line: str) -> str:
+    def send_command(self, line: str) -> str:
         """What a client would tell the daemon."""
         return fake_mps.send(self.pipes.pipe / "control", line)
 
     def opt_in(self) -> None:
         """Serving uses its GPU through the daemon."""
-        assert self.tell(f"fake_connect {self.serving}") == ""
+        assert self.send_command(f"fake_connect {self.serving}") == ""
 
     def clients(self) -> frozenset[int]:
         """Of the server, without serving."""
@@ -74,7 +74,7 @@ class Node:
 
     def terminated(self) -> set[int]:
         """Clients whose work was ended by command."""
-        return set(map(int, self.tell("fake_terminated").split()))
+        return set(map(int, self.send_command("fake_terminated").split()))
 
 
 @contextlib.contextmanager

@@ -207,15 +207,15 @@ async def test_a_host_says_its_certificate_and_the_guard_passes_it_on(
         with guarding(rundir):
             await host.host.ensure(order())
             await serving(host)
-            said = await host.host.status(HostStatusRequest())
-            (status,) = said.engines
+            result = await host.host.status(HostStatusRequest())
+            (status,) = result.engines
             assert status.endpoint.startswith("https://127.0.0.1:")
             update = update_of(
                 *(GRANT, status, TOKEN),
                 gate_open=True,
                 leaving=False,
                 cap=1,
-                certificates=said.certificates,
+                certificates=result.certificates,
             )
             target = engine_client.Target.of(update)
             assert target.complaint() == ""

@@ -66,10 +66,10 @@ class Router:
         await self._server.stop(0.0)
 
     async def until(self, text: str, wanted: object) -> EngineUpdate:
-        async def told() -> bool:
+        async def reported() -> bool:
             return bool(self.updates) and getattr(self.updates[-1], text) == wanted
 
-        await until(told, f"the router hears {text}={wanted!r}")
+        await until(reported, f"the router hears {text}={wanted!r}")
         return self.updates[-1]
 
 

@@ -133,7 +133,7 @@ async def test_turns_are_cut_so_that_callers_continue_elsewhere(rundir: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("release", "reason", "said"),
+    ("release", "reason", "text"),
     [
         ("pretend", "NothingReleased", str(KV_BYTES)),
         ("hang", "DormancyFailed", "no answer in 4 s"),
@@ -141,7 +141,7 @@ async def test_turns_are_cut_so_that_callers_continue_elsewhere(rundir: Path, mo
     ids=["says so and frees nothing", "does not answer"],
 )
 async def test_an_engine_that_does_not_carry_the_order_out_is_ended(
-    rundir: Path, models: Path, release: str, reason: str, said: str
+    rundir: Path, models: Path, release: str, reason: str, text: str
 ) -> None:
     async with running(rundir, models) as host:
         with guarding(rundir):
@@ -150,7 +150,7 @@ async def test_an_engine_that_does_not_carry_the_order_out_is_ended(
             await host.host.set_dormant(SetDormant(SLOT, dormant=True))
             failed = await _reaches(host, EngineState.FAILED)
             assert failed.reason == reason
-            assert said in failed.message
+            assert text in failed.message
             after = await serving(host)
             assert not set(before.pids) & set(after.pids)
 

@@ -210,7 +210,7 @@ async def test_a_host_says_what_its_engines_lack_for_elastic_memory(tmp_path: Pa
 
     numbers = itertools.count()
 
-    async def said(code: str, *, hooked: bool = True, version: str = "0.1.5") -> str:
+    async def reported(code: str, *, hooked: bool = True, version: str = "0.1.5") -> str:
         site = tmp_path / f"site-{next(numbers)}"
         package = site / "kvcached"
         package.mkdir(parents=True)
@@ -228,10 +228,10 @@ async def test_a_host_says_what_its_engines_lack_for_elastic_memory(tmp_path: Pa
         await able.refresh()
         return able.texts["ElasticMemory"]
 
-    assert await said("") == ""
-    assert "libcuda.so.1" in await said("raise ImportError('libcuda.so.1 not found')")
-    assert "would not be patched" in await said("", hooked=False)
-    assert "older than 0.1" in await said("", version="0.0.9")
+    assert await reported("") == ""
+    assert "libcuda.so.1" in await reported("raise ImportError('libcuda.so.1 not found')")
+    assert "would not be patched" in await reported("", hooked=False)
+    assert "older than 0.1" in await reported("", version="0.0.9")
     able = Capabilities(replace(SharingMeans()), None, 0, Path("/usr/bin/python3"), files=())
     await able.refresh()
     assert able.texts["ElasticMemory"].startswith("ElasticUnavailable: ")

@@ -173,8 +173,8 @@ def test_a_lapsed_permit_stops_and_an_extended_one_continues(
 
 def test_an_engine_that_loads_is_not_frozen_before_it_rests(permit: Permit) -> None:
     """A freeze inside the driver can keep a lock that serving waits for."""
-    said = [Activity.STARTING]
-    watched, tree = EnforcedEngine("slot", permit, activity=lambda: said[0]), TreeInMemory()
+    found = [Activity.STARTING]
+    watched, tree = EnforcedEngine("slot", permit, activity=lambda: found[0]), TreeInMemory()
     watched.put(tree)
     second = 1_000_000_000
     assert not watched.tick(stop_pressed=False, now_ns=second)
@@ -182,7 +182,7 @@ def test_an_engine_that_loads_is_not_frozen_before_it_rests(permit: Permit) -> N
     assert (tree.calls, watched.state) == ([], ASKED)
     assert not watched.stands_still_for(Holder.GUARD)
     assert 0 < watched.due_ns - 4 * second < 20_000_000
-    said[0] = Activity.RESTING
+    found[0] = Activity.RESTING
     watched.tick(stop_pressed=False, now_ns=4 * second + 1)
     assert (tree.calls, watched.state) == (["freeze"], STOPPED)
 

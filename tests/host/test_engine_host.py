@@ -74,13 +74,13 @@ async def test_an_engine_is_started_serves_and_ends_over_the_socket(
 async def test_a_host_that_ends_leaves_nothing_behind_that_nobody_took(
     rundir: Path, models: Path
 ) -> None:
-    said: list[str] = []
+    received: list[str] = []
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _loop, context: said.append(context["message"]))
+    loop.set_exception_handler(lambda _loop, context: received.append(context["message"]))
     async with running(rundir, models):
         pass
     gc.collect()
-    assert said == []
+    assert received == []
 
 
 async def test_memory_that_was_promised_is_no_longer_once_the_engine_serves(

@@ -111,10 +111,10 @@ def test_a_mistake_ends_the_verb_with_code_two_and_a_line(
     words, wanted = (text.format(**places) for text in MISTAKES[case])
     given = ["--cgroup", "signals", "--rundir", str(rundir / "new"), *words.split()]
     assert privilege_split.main(given) == 2
-    said = capfd.readouterr().err
-    assert wanted in said
-    assert said.startswith("rose engine-host: ")
-    assert said.count("\n") == 1
+    output = capfd.readouterr().err
+    assert wanted in output
+    assert output.startswith("rose engine-host: ")
+    assert output.count("\n") == 1
     assert not (rundir / "new").exists()
 
 
@@ -129,11 +129,11 @@ def test_the_host_looks_again_as_its_own_user(
 def test_the_word_to_end_is_heard_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def told() -> None:
+    def reported() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("not heard")
 
-    monkeypatch.setattr("rose_agent.host.options.arguments.parser", told)
+    monkeypatch.setattr("rose_agent.host.options.arguments.parser", reported)
     with pytest.raises(SystemExit) as ended:
         privilege_split.main([])
     assert ended.value.code == 0

@@ -174,7 +174,7 @@ async def test_a_fault_ends_the_engine_until_every_client_has_left(
         with guarding(rundir):
             await host.host.ensure(shared_order())
             await serving(host)
-            gpu_node.tell("fake_fault")
+            gpu_node.send_command("fake_fault")
             refused = await failed(host, "MpsFault")
             assert "FAULT" in refused.message
 
@@ -182,7 +182,7 @@ async def test_a_fault_ends_the_engine_until_every_client_has_left(
                 return gpu_node.clients() == frozenset()
 
             await until(left, "the engine has left the server")
-            gpu_node.tell(f"fake_leave {gpu_node.serving}")
+            gpu_node.send_command(f"fake_leave {gpu_node.serving}")
             gpu_node.opt_in()
             await serving(host)
 

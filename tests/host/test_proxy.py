@@ -118,10 +118,10 @@ async def test_a_caller_that_hangs_up_is_aborted_by_its_own_id(route: Route) -> 
         await reply.content.readline()
         reply.close()
 
-    async def told() -> bool:
+    async def reported() -> bool:
         return route.engine.aborted == ["mine"]
 
-    await until(told, "the engine is told")
+    await until(reported, "the engine is told")
 
 
 async def test_a_caller_without_an_id_is_given_one_and_aborted_by_it(route: Route) -> None:
@@ -130,10 +130,10 @@ async def test_a_caller_without_an_id_is_given_one_and_aborted_by_it(route: Rout
         await reply.content.readline()
         reply.close()
 
-    async def told() -> bool:
+    async def reported() -> bool:
         return bool(route.engine.aborted)
 
-    await until(told, "the engine is told")
+    await until(reported, "the engine is told")
     assert route.engine.aborted == [route.engine.requests[0]["rid"]]
     assert route.engine.keys == {"Bearer key"}, "the engine's own key, not the caller's token"
 

@@ -31,10 +31,10 @@ print(json.dumps([word for action in parser._actions for word in action.option_s
 
 def test_every_argument_on_the_list_is_one_of_sglangs() -> None:
     needed_model()
-    said = subprocess.run(
+    output = subprocess.run(
         [engine_python(), "-c", _ASK], capture_output=True, text=True, check=True, timeout=240
     )
-    known = set(json.loads(said.stdout.splitlines()[-1]))
+    known = set(json.loads(output.stdout.splitlines()[-1]))
     assert {f"--{name}" for name in ALLOWED} <= known
 
 

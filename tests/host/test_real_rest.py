@@ -31,8 +31,8 @@ pytestmark = pytest.mark.engine
 def on_a_driver(order: EngineOrder) -> EngineProgram:
     """As on a GPU: the engine is asked to say what it does."""
     program = sglang_cpu(order)
-    said = {activity.VARIABLE: str(order.slot.activity)}
-    return replace(program, environment={**program.environment, **said})
+    found = {activity.VARIABLE: str(order.slot.activity)}
+    return replace(program, environment={**program.environment, **found})
 
 
 async def test_a_real_engine_is_frozen_at_rest_and_not_while_it_loads(
@@ -56,14 +56,14 @@ async def test_a_real_engine_is_frozen_at_rest_and_not_while_it_loads(
             # No store answers there: the engine keeps its base weights.
             await host.host.ensure(order(model, "127.0.0.1:1"))
 
-            async def says(word: Activity) -> bool:
+            async def shows(state: Activity) -> bool:
                 status = await status_of(host)
                 assert status.state is not EngineState.FAILED, status.message
-                return activity.read(path) == word
+                return activity.read(path) == state
 
-            await until(lambda: says(Activity.STARTING), "it loads", 240.0)
+            await until(lambda: shows(Activity.STARTING), "it loads", 240.0)
             guard.close()
-            await until(lambda: says(Activity.RESTING), "it rests between two tensors", 60.0)
+            await until(lambda: shows(Activity.RESTING), "it rests between two tensors", 60.0)
             watched = host.host._lives[SlotUid("slot-1")].current.watched
 
             async def stands() -> bool:

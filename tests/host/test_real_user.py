@@ -100,10 +100,10 @@ async def test_a_real_engine_runs_as_nobody_else_without_rights_or_secrets(
             status = await host.status()
             assert len(status.pids) >= 3  # server, scheduler, detokenizer
             for pid in status.pids:
-                said = facts(pid)
-                assert set(said["Uid"].split()) == set(said["Gid"].split()) == {str(FIRST)}
-                assert said["Groups"] == ""
-                assert (said["NoNewPrivs"], int(said["CapEff"], 16)) == ("1", 0)
+                reported = facts(pid)
+                assert set(reported["Uid"].split()) == set(reported["Gid"].split()) == {str(FIRST)}
+                assert reported["Groups"] == ""
+                assert (reported["NoNewPrivs"], int(reported["CapEff"], 16)) == ("1", 0)
                 assert not SECRETS.keys() & psutil.Process(pid).environ().keys()
             sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
             body = {"input_ids": [104, 101], "sampling_params": sampling}

@@ -44,10 +44,10 @@ async def test_a_host_runs_an_engine_of_vllm_like_one_of_sglang(
                     meta = (await reply.json())["meta_info"]
                 assert [one["version"] for one in meta["weight_versions"]] == [status.version]
                 assert meta["completion_tokens"] == 6
-                told = read_json(RunDir(rundir).slot(SlotUid("slot-1")).engine, EngineFile)
-                assert told is not None
+                reported = read_json(RunDir(rundir).slot(SlotUid("slot-1")).engine, EngineFile)
+                assert reported is not None
                 for path in ("/v1/models", "/tokenize", "/inference/v1/generate"):
-                    async with client.post(f"{told.url}{path}", json={}) as reply:
+                    async with client.post(f"{reported.url}{path}", json={}) as reply:
                         assert reply.status == 404, path
                 assert status.restarts == 0
                 await run.close()

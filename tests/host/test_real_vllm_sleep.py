@@ -54,8 +54,8 @@ def vllm(folder: Path) -> Iterator[tuple[str, int]]:
 
 async def stage(path: Path, wanted: SleepStage) -> SleeperRecord:
     async def there() -> bool:
-        told = read_json(path, SleeperRecord)
-        return told is not None and told.sleeper.stage is wanted
+        reported = read_json(path, SleeperRecord)
+        return reported is not None and reported.sleeper.stage is wanted
 
     await until(there, f"serving is {wanted}", 120.0)
     found = read_json(path, SleeperRecord)

@@ -44,9 +44,9 @@ def test_a_status_without_a_word_is_read_as_none() -> None:
 
 def test_every_word_is_said_somewhere_and_no_text_stands_for_one() -> None:
     text = "\n".join(path.read_text() for path in USES)
-    said = {HostReason[name] for name in re.findall(r"HostReason\.([A-Z_]+)", text)}
-    said |= {HostReason(refusal) for refusal in MpsRefusal}
-    assert said | {HostReason.OTHER} == set(HostReason)
+    found = {HostReason[name] for name in re.findall(r"HostReason\.([A-Z_]+)", text)}
+    found |= {HostReason(refusal) for refusal in MpsRefusal}
+    assert found | {HostReason.OTHER} == set(HostReason)
     assert re.findall(r"KILLED\.labels\(.*", text) == ["KILLED.labels(reason=reason.value).inc()"]
 
 

@@ -75,6 +75,6 @@ def test_unknown_is_no_overrun() -> None:
 def test_a_refusal_names_every_part_of_the_sum() -> None:
     room = lendable(80 * GIB, 40 * GIB, Headroom(percent=20), residues=(2 * GIB,))
     assert room.bytes == (80 - 40 - 16 - 2) * GIB
-    said = room.refusal(24 * GIB)
+    reported = room.refusal(24 * GIB)
     for figure in ("24.0 GiB", "2.0 GiB more", "80.0 GiB in all", "40.0 GiB", "16.0 GiB", "22.0"):
-        assert figure in said
+        assert figure in reported

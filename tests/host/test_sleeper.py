@@ -251,8 +251,8 @@ async def test_the_switch_is_killed_while_serving_sleeps_and_the_next_one_wakes_
 
         async def stands(stage: SleepStage) -> None:
             async def there() -> bool:
-                told = read_json(record, SleeperRecord)
-                return told is not None and told.sleeper.stage is stage
+                reported = read_json(record, SleeperRecord)
+                return reported is not None and reported.sleeper.stage is stage
 
             await until(there, f"serving is {stage}")
 

@@ -150,8 +150,8 @@ async def test_the_status_counts_every_engine_and_dormancy_is_ordered_where_it_i
         assert status.restarts == 0
         assert (status.lanes is None) is (kind.engines == 1)
         if not status.can_dormant:
-            told = await host.host.set_dormant(SetDormant(kind.order.slot, dormant=True))
-            assert told.state is EngineState.SERVING
+            result = await host.host.set_dormant(SetDormant(kind.order.slot, dormant=True))
+            assert result.state is EngineState.SERVING
         limited = await host.host.limit_memory(LimitMemory(kind.order.slot, None, None))
         assert limited.state is EngineState.SERVING
 

@@ -106,15 +106,15 @@ def test_slots_come_back_before_the_next_step_begins() -> None:
 
 def test_slots_that_would_start_again_at_once_are_not_given_back() -> None:
     start = replace(EIGHT, toggle_seconds=40.0)
-    said: dict[str, Any] = {"turns": 0, "idle_seconds": 100.0, "usual_turns": 16}
-    assert slots(start, held=4, expected_seconds=95.0, **said) == 4
-    assert slots(start, held=4, expected_seconds=96.0, **said) == 0
+    found: dict[str, Any] = {"turns": 0, "idle_seconds": 100.0, "usual_turns": 16}
+    assert slots(start, held=4, expected_seconds=95.0, **found) == 4
+    assert slots(start, held=4, expected_seconds=96.0, **found) == 0
 
 
 def test_a_publish_after_the_last_turn_brings_the_slots() -> None:
-    said: dict[str, Any] = {"turns": 0, "idle_seconds": 500.0, "usual_turns": 16}
-    assert slots(EIGHT, published_seconds=1.0, **said) == 4
-    assert slots(EIGHT, published_seconds=91.0, **said) == 0, "no turn came after it"
+    found: dict[str, Any] = {"turns": 0, "idle_seconds": 500.0, "usual_turns": 16}
+    assert slots(EIGHT, published_seconds=1.0, **found) == 4
+    assert slots(EIGHT, published_seconds=91.0, **found) == 0, "no turn came after it"
 
 
 # --- the planner

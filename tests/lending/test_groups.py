@@ -34,7 +34,7 @@ def test_a_whole_group_tells_its_guards_who_leads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "said"),
+    ("nodes", "text"),
     [
         ([node("a", at(0))], "worker-index 1 is not"),
         ([node("b", at(1))], "worker-index 0 is not"),
@@ -47,9 +47,9 @@ def test_a_whole_group_tells_its_guards_who_leads() -> None:
         ([node("a", at(0, 10**15))], "worker-index 1, 2, 3, 4 is not"),
     ],
 )
-def test_a_group_that_is_not_whole_is_refused_in_words(nodes: list[SyncRequest], said: str) -> None:
+def test_a_group_that_is_not_whole_is_refused_in_words(nodes: list[SyncRequest], text: str) -> None:
     (found,) = form(nodes).values()
-    assert said in found.refusal
+    assert text in found.refusal
     assert found.formed is None
 
 

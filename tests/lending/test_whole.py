@@ -56,8 +56,8 @@ def test_a_pod_of_a_group_never_sleeps_and_lacks_memory_all_the_same() -> None:
     pods = [replace(one, group=f"s/chat/{one.uid}") for one in full(4)]
     snapshot = world(pods, [WANTS], pools=[trough()])
     assert not wholes(snapshot)
-    told = plan(snapshot, NOW).members["s/chat"]
-    assert {one.reason for one in told} == {Reason.INSUFFICIENT_MEMORY}
+    reported = plan(snapshot, NOW).members["s/chat"]
+    assert {one.reason for one in reported} == {Reason.INSUFFICIENT_MEMORY}
 
 
 def test_what_can_be_shared_is_lent_first_and_is_waited_for() -> None:
@@ -86,8 +86,8 @@ def test_what_can_be_shared_is_lent_first_and_is_waited_for() -> None:
 def test_without_a_trough_or_room_none_sleeps(changes: dict[str, Any], reason: Reason) -> None:
     snapshot = world(full(4), [WANTS], pools=[replace(trough(), **changes)])
     assert not wholes(snapshot)
-    told = plan(snapshot, NOW).members["s/chat"]
-    assert {one.reason for one in told} == {reason}
+    reported = plan(snapshot, NOW).members["s/chat"]
+    assert {one.reason for one in reported} == {reason}
 
 
 GIB = 1 << 30
@@ -193,10 +193,10 @@ def test_the_owner_and_the_objective_take_them_back(
 )
 def test_a_replica_that_does_not_sleep_is_taken_back_at_once(reason: Reason) -> None:
     snapshot = asleep(1, trough())
-    told = tuple(
+    found = tuple(
         replace(one, refusal=reason) if one.uid == "f0" else one for one in snapshot.replicas
     )
-    snapshot = replace(snapshot, replicas=told)
+    snapshot = replace(snapshot, replicas=found)
     assert released(snapshot) == {"uid-a-f0": reason}
     assert "f0" not in wholes(snapshot)
 

@@ -71,19 +71,19 @@ async def test_a_refusal_in_plain_text_concerns_its_own_object(code: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("said", "meaning"),
+    ("text", "meaning"),
     [
         ("failed to create typed live object (a/b; x): .spec.slots: expected map", ApiRefused),
         ("etcdserver: request timed out", ApiUnavailable),
     ],
 )
 async def test_an_object_that_fits_no_type_is_refused_and_a_broken_server_is_not(
-    said: str, meaning: type[Exception]
+    text: str, meaning: type[Exception]
 ) -> None:
     status: dict[str, object] = {"kind": "Status", "apiVersion": "v1", "status": "Failure"}
-    status |= {"message": said, "reason": "InternalError", "code": 500}
+    status |= {"message": text, "reason": "InternalError", "code": 500}
     manifest = {"metadata": {"name": "b", "namespace": "a"}, "status": {}}
-    with pytest.raises(meaning, match=said[:20]):
+    with pytest.raises(meaning, match=text[:20]):
         await api(httpx.Response(500, json=status)).apply_status(ObjectKind.LEASE, manifest)
 
 

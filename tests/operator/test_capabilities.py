@@ -100,12 +100,12 @@ async def test_an_engine_host_that_cannot_reach_its_gpus_is_named() -> None:
 async def test_what_guards_see_and_through_what_stands_in_the_condition() -> None:
     bench = Bench()
     bench.pool()
-    told = {
+    listed = {
         "n1": "8 GPUs through NRI, driver 550.163.01",
         "n2": "8 GPUs through NRI, driver 550.163.01",
         "n3": "4 GPUs through NRI, driver 580.105.08",
     }
-    for node, text in told.items():
+    for node, text in listed.items():
         one = replica("default/chat", node)
         bench.telemetry.record(SyncRequest(node, "t", 0, (one,), (), {"GpuAccess": text}), 0.0)
     await bench.turn(2)
@@ -138,11 +138,11 @@ async def test_a_pool_whose_gpus_the_kubelet_has_allocated_says_so() -> None:
 
 
 async def test_gpus_that_are_told_by_process_lists_are_called_weakly_proven() -> None:
-    said = "there is no kubelet.sock; GPUs are told by process lists, which proves less"
-    found = await proofs("Allocated", "Processes", said=said)
+    text = "there is no kubelet.sock; GPUs are told by process lists, which proves less"
+    found = await proofs("Allocated", "Processes", said=text)
     assert (found["status"], found["reason"]) == ("False", "WeaklyProven")
     assert "1 of 2 replicas (n1)" in found["message"]
-    assert said in found["message"]
+    assert text in found["message"]
 
 
 async def test_an_agent_that_does_not_speak_of_ownership_leaves_it_unknown() -> None:

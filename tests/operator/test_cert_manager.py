@@ -62,8 +62,8 @@ def test_its_kinds_take_the_charts_certificates_and_issuers(
 ) -> None:
     rendered = render(values, "cert-manager.io/v1")
     asked = rendered.all("Certificate") + rendered.all("Issuer")
-    said = offered(cluster, place, asked)
-    assert said.count("serverside-applied") == len(asked) > 0
+    reported = offered(cluster, place, asked)
+    assert reported.count("serverside-applied") == len(asked) > 0
     certificate = rendered.one("Certificate", "rose")
     wrong = {**certificate, "spec": {**certificate["spec"], "dnsName": "one"}}
     with pytest.raises(CommandFailed, match="dnsName"):
@@ -93,10 +93,10 @@ def controllers(
 def secret(cluster: Cluster, place: str, name: str) -> dict[str, bytes]:
     """What a Secret holds; nothing where there is none."""
     get = ("get", "secret", name, f"--namespace={place}", "--ignore-not-found", "--output=json")
-    said = cluster.plane.kubectl(*get)
+    reported = cluster.plane.kubectl(*get)
     return {
         key: base64.b64decode(value)
-        for key, value in (json.loads(said)["data"] if said else {}).items()
+        for key, value in (json.loads(reported)["data"] if reported else {}).items()
     }
 
 

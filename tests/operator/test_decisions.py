@@ -84,9 +84,9 @@ async def test_a_pool_says_what_it_cannot_see_without_the_tap() -> None:
     bench.report()
     await bench.turn(2)
     assert (await seen_by(bench, SignalSource.WIRE_TAP)).endswith("not verified: a")
-    told = await seen_by(bench, SignalSource.LOADS)
-    assert told.startswith("Unknown NoWireTap seen by the engine's own figures, without the wire")
-    assert "latency is not measured" in told
+    result = await seen_by(bench, SignalSource.LOADS)
+    assert result.startswith("Unknown NoWireTap seen by the engine's own figures, without the wire")
+    assert "latency is not measured" in result
     assert (await seen_by(bench, None)).endswith("not verified: a")
 
 
@@ -171,14 +171,14 @@ async def test_the_pool_says_what_its_next_request_is_promised() -> None:
     bench.pool()
 
     async def certified(*, holds: bool) -> dict[str, str]:
-        told = CertificateReport(holds, "p99 of TTFT 300 + stop 40 = 340", 50, 2, 4.2)
+        shown = CertificateReport(holds, "p99 of TTFT 300 + stop 40 = 340", 50, 2, 4.2)
         trial = Trial(1000, 9, 500, 4)
         # Replicas of one node share what they were told.
-        pair = (replica("default/chat", name, certificate=told, trial=trial) for name in "ab")
+        pair = (replica("default/chat", name, certificate=shown, trial=trial) for name in "ab")
         bench.telemetry.record(SyncRequest("n1", "t", 0, tuple(pair)), bench.now)
         await bench.turn(2)
-        said = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]["conditions"]
-        found: dict[str, str] = next(one for one in said if one["type"] == "LendingCertified")
+        reported = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]["conditions"]
+        found: dict[str, str] = next(one for one in reported if one["type"] == "LendingCertified")
         return found
 
     shut = await certified(holds=False)
@@ -224,7 +224,7 @@ async def test_states_on_the_way_are_joined_and_arrival_is_written_at_once() -> 
     (slot,) = bench.slots()
     key = SlotKey(slot["metadata"]["uid"], slot["metadata"]["generation"])
 
-    async def said(state: SlotState) -> list[tuple[str, str]]:
+    async def reported(state: SlotState) -> list[tuple[str, str]]:
         bench.api.writes.clear()
         bench.now += 1
         report = SlotReport(key, state, version="grpo@1.0" if state is SlotState.RUNNING else "")
@@ -233,9 +233,9 @@ async def test_states_on_the_way_are_joined_and_arrival_is_written_at_once() -> 
         await bench.turn()
         return [entry for entry in bench.api.writes if entry[1] == slot["metadata"]["name"]]
 
-    assert await said(SlotState.STARTING) == []
-    assert await said(SlotState.SYNCING) == []
-    assert await said(SlotState.RUNNING) == [("status", slot["metadata"]["name"])]
+    assert await reported(SlotState.STARTING) == []
+    assert await reported(SlotState.SYNCING) == []
+    assert await reported(SlotState.RUNNING) == [("status", slot["metadata"]["name"])]
 
 
 async def test_serving_alone_is_exported_for_autoscalers() -> None:
@@ -288,8 +288,8 @@ async def test_a_lease_of_frozen_weights_is_synced_with_the_checkpoint_and_needs
     assert slots
     for slot in slots:
         assert slot["spec"]["weights"]["frozen"]
-        said = {one["type"]: one["reason"] for one in slot["status"]["conditions"]}
-        assert said["WeightsSynced"] == Reason.FROZEN
+        listed = {one["type"]: one["reason"] for one in slot["status"]["conditions"]}
+        assert listed["WeightsSynced"] == Reason.FROZEN
 
 
 async def test_a_lease_says_that_its_engines_sample_with_their_own_checkpoint() -> None:

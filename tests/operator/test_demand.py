@@ -83,8 +83,8 @@ async def test_an_idle_lease_costs_no_write_although_its_ages_grow() -> None:
     before = list(bench.api.writes)
     for _ in range(20):
         bench.now += 5
-        said = bench.demand[KEY]
-        bench.demand[KEY] = replace(said, idle_seconds=(said.idle_seconds or 0) + 5)
+        reported = bench.demand[KEY]
+        bench.demand[KEY] = replace(reported, idle_seconds=(reported.idle_seconds or 0) + 5)
         bench.report()
         await bench.turn()
     assert bench.api.writes == before

@@ -28,9 +28,9 @@ def one(name: str, **changes: Any) -> ReplicaReport:  # noqa: ANN401  # any fiel
     return replica(POOL, name, **values)
 
 
-def tell(bench: Bench, *replicas: ReplicaReport, access: str = "") -> None:
-    said = {"DeviceAccess": access}
-    bench.telemetry.record(SyncRequest("n1", "t", 0, replicas, (), said), bench.now)
+def report_replicas(bench: Bench, *replicas: ReplicaReport, access: str = "") -> None:
+    found = {"DeviceAccess": access}
+    bench.telemetry.record(SyncRequest("n1", "t", 0, replicas, (), found), bench.now)
 
 
 async def fit(bench: Bench) -> dict[str, Any]:
@@ -41,7 +41,7 @@ async def fit(bench: Bench) -> dict[str, Any]:
 async def fit_of(*replicas: ReplicaReport, access: str = "", **spec: object) -> dict[str, Any]:
     bench = Bench()
     bench.pool(**{f"spec.{name}": value for name, value in spec.items()})
-    tell(bench, *replicas, access=access)
+    report_replicas(bench, *replicas, access=access)
     return await fit(bench)
 
 
@@ -54,14 +54,14 @@ async def test_gpus_that_fit_are_counted_with_what_may_be_lent() -> None:
 async def test_less_than_a_gib_writes_nothing_and_more_is_said() -> None:
     bench = Bench()
     bench.pool()
-    tell(bench, one("a", lendable_bytes=43 * GIB + 1))
+    report_replicas(bench, one("a", lendable_bytes=43 * GIB + 1))
     before = await fit(bench)
-    tell(bench, one("a", lendable_bytes=44 * GIB - 1))
+    report_replicas(bench, one("a", lendable_bytes=44 * GIB - 1))
     assert await fit(bench) == before
-    tell(bench, one("a", lendable_bytes=30 * GIB))
+    report_replicas(bench, one("a", lendable_bytes=30 * GIB))
     await bench.turn()
     bench.now += 120.0  # a text alone may wait for other changes
-    tell(bench, one("a", lendable_bytes=30 * GIB))
+    report_replicas(bench, one("a", lendable_bytes=30 * GIB))
     assert (await fit(bench))["message"] == "of 1 replicas 30 GiB per GPU may be lent"
 
 
@@ -132,7 +132,7 @@ async def lease_asking(**changes: Any) -> Bench:  # noqa: ANN401  # any field
     bench = Bench()
     bench.pool()
     bench.lease(**changes)
-    tell(bench, one("a"), one("b", lendable_bytes=20 * GIB))
+    report_replicas(bench, one("a"), one("b", lendable_bytes=20 * GIB))
     await bench.turn(2)
     return bench
 
@@ -170,7 +170,7 @@ async def test_a_class_that_an_agent_does_not_know_yet_is_no_misfit() -> None:
     bench = Bench()
     bench.pool()
     bench.lease(spec__deviceClasses=["h200-141gb"])
-    tell(bench, one("a"), one("b", device_class=""))
+    report_replicas(bench, one("a"), one("b", device_class=""))
     assert (await fit(bench))["status"] == "True"
 
 

@@ -70,7 +70,7 @@ class Town:
         """Whether the node holds a grant."""
         return bool(self.agents[number].grants)
 
-    def told(self, reason: str) -> list[str]:
+    def events(self, reason: str) -> list[str]:
         """Messages of Events with this reason."""
         client, namespace = self.scene.cluster.client, self.scene.namespace
         found = client.list(Event, namespace=namespace)
@@ -109,7 +109,7 @@ def test_a_drain_is_not_held_up_and_the_gpu_is_free_before_the_pod_is_gone(town:
         )
         town.ends(0)
         assert "drained" in drain.result(120)
-    until(lambda: town.told("NodeCordoned"), "an Event names the cause")
+    until(lambda: town.events("NodeCordoned"), "an Event names the cause")
     # One replica is left, and the pool's owner keeps one: the lease waits and says so.
     until(
         lambda: condition(town.scene.get_lease(), "Granted")[0] == "False",
@@ -132,6 +132,6 @@ def test_an_evicted_pod_takes_its_slot_with_it_and_the_lease_goes_on_elsewhere(t
     town.ends(0)
     until(lambda: town.lent_on(1), "the lease goes on on the other node")
     until(lambda: not town.lent_on(0), "the slot of the pod that is gone ends")
-    until(lambda: town.told("ReplicaGone"), "an Event names the cause")
+    until(lambda: town.events("ReplicaGone"), "an Event names the cause")
     budgets = town.scene.cluster.client.list(PodDisruptionBudget, namespace=namespace)
     assert list(budgets) == [], "ROSE makes no budget for serving pods"

@@ -16,7 +16,7 @@ GIB = 1 << 30
 NEEDED, ROOM = 764 * GIB, 43 * GIB
 
 
-def told(bench: Bench) -> None:
+def report_sizes(bench: Bench) -> None:
     """The node reports what its host found."""
     word = "InsufficientMemory"
     bench.report(SlotState.FAILED, reason=word, needs_bytes=NEEDED, lendable_bytes=ROOM)
@@ -27,10 +27,10 @@ async def refused() -> Bench:
     bench = Bench()
     bench.pool()
     bench.lease()
-    told(bench)
+    report_sizes(bench)
     await bench.turn(2)
     assert len(bench.slots()) == 1, "nobody knows the size before a node was to start the engine"
-    told(bench)
+    report_sizes(bench)
     await bench.turn(2)
     return bench
 
@@ -51,7 +51,7 @@ async def test_nothing_is_tried_again_until_more_may_be_lent_or_less_is_asked_fo
     bench = await refused()
     for _ in range(20):
         bench.now += 5.0
-        told(bench)
+        report_sizes(bench)
         await bench.turn()
     assert bench.slots() == [], "its node has given it back, and nothing came in its place"
     bench.lease(spec__kvTokens=4096)

@@ -284,9 +284,9 @@ async def first(service: RouterEnrolment, lease: str = GRPO) -> RouterIdentity:
 
 
 async def test_a_router_is_given_what_is_good_for_its_lease_alone(folder: Path) -> None:
-    said = await first(router_enrolment(folder, review_router()))
-    found = x509.load_pem_x509_certificate(said.certificate)
-    found.verify_directly_issued_by(x509.load_pem_x509_certificate(said.routers))
+    result = await first(router_enrolment(folder, review_router()))
+    found = x509.load_pem_x509_certificate(result.certificate)
+    found.verify_directly_issued_by(x509.load_pem_x509_certificate(result.routers))
     names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     own = "router-default-grpo"
     assert set(names.get_values_for_type(x509.DNSName)) == {
@@ -297,14 +297,14 @@ async def test_a_router_is_given_what_is_good_for_its_lease_alone(folder: Path) 
     usages = found.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert {usage._name for usage in usages} == {"serverAuth", "clientAuth"}
     assert found.not_valid_after_utc - found.not_valid_before_utc < dt.timedelta(hours=25)
-    assert said.token == lease_token("secret", GRPO)
-    assert said.token not in {lease_token("secret", "default/other"), "secret"}
-    assert said.batches == service_token("secret", GRPO, BATCHES)
-    assert said.ingest == service_token("secret", GRPO, INGEST)
+    assert result.token == lease_token("secret", GRPO)
+    assert result.token not in {lease_token("secret", "default/other"), "secret"}
+    assert result.batches == service_token("secret", GRPO, BATCHES)
+    assert result.ingest == service_token("secret", GRPO, INGEST)
     others = {service_token("secret", "default/other", one) for one in (BATCHES, INGEST)}
-    assert len({said.token, said.batches, said.ingest} | others) == 5
-    assert said.token not in repr(said)
-    assert said.batches not in repr(said)
+    assert len({result.token, result.batches, result.ingest} | others) == 5
+    assert result.token not in repr(result)
+    assert result.batches not in repr(result)
 
 
 @pytest.mark.parametrize(
@@ -335,11 +335,11 @@ async def test_new_keys_of_the_cluster_reach_a_router_that_runs(folder: Path) ->
     service = router_enrolment(folder, review_router(), keys=lambda: keys[-1])
     _, asked = certificates.request("somebody")
     stream = service.enrol(EnrolRouterRequest(GRPO, "mine", asked))
-    said = await anext(stream)
+    result = await anext(stream)
     keys.append('{"keys": []}')
     after = await anext(stream)
-    assert (said.account_keys, after.account_keys) == ("{}", '{"keys": []}')
-    assert after.certificate == said.certificate
+    assert (result.account_keys, after.account_keys) == ("{}", '{"keys": []}')
+    assert after.certificate == result.certificate
     await stream.aclose()
 
 
@@ -356,8 +356,8 @@ async def test_the_leases_own_list_of_callers_follows_it(folder: Path) -> None:
     reviewer = cast("Api", RouterReviewer(review_router()))
     service = RouterEnrolment(reviewer, trust, lease, lambda: "")
     stream = service.enrol(EnrolRouterRequest(GRPO, "mine"))
-    (said,) = (await anext(stream)).callers
-    assert (said.name, said.sha256, said.expires) == ("laptop", "ab" * 32, 1893456000.0)
+    (reported,) = (await anext(stream)).callers
+    assert (reported.name, reported.sha256, reported.expires) == ("laptop", "ab" * 32, 1893456000.0)
     callers.pop(0)
     assert (await anext(stream)).callers == ()
     await stream.aclose()

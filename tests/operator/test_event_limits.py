@@ -34,11 +34,11 @@ class Desk:
 
     async def flap(self, times: int, seconds: float = 1.0) -> int:
         """How many of so many Events of one object were written."""
-        told = 0
+        reported = 0
         for _ in range(times):
-            told += await self.teller.emit(event())
+            reported += await self.teller.emit(event())
             self.now += seconds
-        return told
+        return reported
 
 
 def left_out() -> float:

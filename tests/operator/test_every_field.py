@@ -147,9 +147,9 @@ class Stage:
 
     def _report(self, name: str) -> sync.ReplicaReport:
         *_, kind, pool = FLEET[name]
-        said: dict[str, Any] = {"refusal": "InsufficientMemory"} if self.row.full else {}
+        found: dict[str, Any] = {"refusal": "InsufficientMemory"} if self.row.full else {}
         if self.row.busy:
-            said["busy_permille"] = self.row.busy[0]
+            found["busy_permille"] = self.row.busy[0]
         return replica(
             pool,
             name,
@@ -157,7 +157,7 @@ class Stage:
             device_class=kind,
             requests_total=self.requests,
             slow_requests_total=self.slow,
-            **said,
+            **found,
         )
 
     def _add_pools(self) -> None:
@@ -245,8 +245,8 @@ def argument(name: str) -> Callable[[Stage], object]:
 
     def look(stage: Stage) -> object:
         (container,) = _router(stage)["template"]["spec"]["containers"]
-        told = [one.partition("=") for one in container["args"]]
-        return [value for key, _, value in told if key == f"--{name}"]
+        found = [one.partition("=") for one in container["args"]]
+        return [value for key, _, value in found if key == f"--{name}"]
 
     return look
 

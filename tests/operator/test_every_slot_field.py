@@ -198,8 +198,8 @@ async def test_a_slot_of_a_lease_that_was_made_anew_is_taken_back_and_says_why()
             bench.telemetry.record(request, bench.now)
             await bench.turn(2)
         (slot,) = (raw for raw in bench.slots() if raw["spec"]["members"] == [MEMBER])
-        said = {one["type"]: one["reason"] for one in slot["status"]["conditions"]}
-        assert said["Reclaiming"] == reason
+        found = {one["type"]: one["reason"] for one in slot["status"]["conditions"]}
+        assert found["Reclaiming"] == reason
 
 
 async def test_a_slots_status_says_what_is_attested_of_each_run() -> None:

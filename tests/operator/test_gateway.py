@@ -32,10 +32,13 @@ OUTSIDE = "https://router-default-grpo.turns.example.com"
 
 def accepted(generation: int = 1, *, word: str = "True") -> dict[str, Any]:
     """What a Gateway's controller writes into the status of a route."""
-    said = {"status": word, "observedGeneration": generation, "reason": "R", "message": ""}
-    said["lastTransitionTime"] = "2026-01-01T00:00:00Z"
+    found = {"status": word, "observedGeneration": generation, "reason": "R", "message": ""}
+    found["lastTransitionTime"] = "2026-01-01T00:00:00Z"
     parent = {"parentRef": {"namespace": "infra", "name": "public"}, "controllerName": "a.b/c"}
-    conditions = [{"type": "Accepted", **said}, {"type": "ResolvedRefs", **said, "status": "True"}]
+    conditions = [
+        {"type": "Accepted", **found},
+        {"type": "ResolvedRefs", **found, "status": "True"},
+    ]
     return {"parents": [{**parent, "conditions": conditions}]}
 
 
@@ -80,8 +83,8 @@ async def test_the_leases_url_follows_its_route_and_the_route_goes_with_the_leas
 
     assert url() == INSIDE
     (route,) = bench.api.all(ObjectKind.ROUTE)
-    told = {**route, "status": accepted(route["metadata"]["generation"])}
-    await bench.api.apply_status(ObjectKind.ROUTE, told)
+    found = {**route, "status": accepted(route["metadata"]["generation"])}
+    await bench.api.apply_status(ObjectKind.ROUTE, found)
     await bench.turn()
     bench.now += 30  # a change that is no condition's may wait for others
     bench.report()

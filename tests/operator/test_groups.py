@@ -123,13 +123,13 @@ async def test_guards_hear_of_groups_that_have_a_pod_on_their_node() -> None:
     lock = lock_of(bench)
     await lock.step()
     service = service_of(bench, lock)
-    told = ReplicaGroup(
+    reported = ReplicaGroup(
         PodUid("uid-a"), "n1", "10.0.0.1:7448", (FollowerPod(PodUid("uid-b"), "n2"),)
     )
-    for node, leader, heard in (("n1", pod("a", 0), told), ("n3", None, None)):
+    for node, leader, received in (("n1", pod("a", 0), reported), ("n3", None, None)):
         reports = (leader,) if leader else ()
         reply = await service.sync(SyncRequest(node, "t", 0, reports, guard="10.0.0.1:7448"))
-        assert reply.groups == ((heard,) if heard else ())
+        assert reply.groups == ((received,) if received else ())
     # Its pod is gone: nobody follows, nobody is answered.
     await service.sync(SyncRequest("n1", "t", 0, guard="10.0.0.1:7448"))
     again = await service.sync(

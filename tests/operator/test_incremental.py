@@ -176,7 +176,7 @@ class Inside:
             monotonic=self.now,
         )
         now = world.now.timestamp()
-        reports = {key: [one for _, one in said] for key, said in world.reports.items()}
+        reports = {key: [one for _, one in reported] for key, reported in world.reports.items()}
         self.known.loads.observe(world.pools.good, reports, now)
         self.known.toggles.observe(world.slots.good.values(), self.telemetry, now)
         self.known.sizes.observe(
@@ -209,8 +209,8 @@ def test_a_pass_translates_only_what_has_changed() -> None:
     for name in ("one", "two"):
         inside.happen(ObjectKind.LEASE, {"metadata.name": name})
     for number, node in enumerate(NODES):
-        said = replica("default/chat", PODS[number])
-        inside.happen("report", SyncRequest(node, "t", 0, (said,)))
+        reported = replica("default/chat", PODS[number])
+        inside.happen("report", SyncRequest(node, "t", 0, (reported,)))
     snapshots = Snapshots(inside.known)
 
     def made() -> int:

@@ -148,15 +148,15 @@ SCALER = {
 
 
 async def test_what_cannot_be_read_is_not_taken_into_account_and_stops_nothing() -> None:
-    told: list[int] = []
-    around = ClusterFacts(lambda: told.append(1))
+    received: list[int] = []
+    around = ClusterFacts(lambda: received.append(1))
     await around.refresh(AroundApi(autoscaler=[SCALER]))  # type: ignore[arg-type]  # nothing else is asked
     assert around.zones == {}
     assert [one.target for one in around.autoscalers] == ["chat"]
-    assert told == [1]
+    assert received == [1]
     await around.refresh(AroundApi(autoscaler=[SCALER], node=[NODE]))  # type: ignore[arg-type]
     assert around.zones == {"n1": "z1"}
-    assert told == [1]
+    assert received == [1]
 
 
 class CordonApi:

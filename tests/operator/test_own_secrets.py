@@ -280,10 +280,10 @@ async def test_a_node_with_a_certificate_of_ours_is_heard_by_a_listener_of_ours(
     certificates.keep(tmp_path / "node", {tls.KEY: key, tls.CERTIFICATE: certificate})
     own = one.folder
     server = Server(credentials=tls.server_credentials(own / "tls", own / "nodes" / "ca.crt"))
-    heard: list[str] = []
+    received: list[str] = []
 
     async def sync(request: SyncRequest) -> SyncReply:
-        heard.append(request.node)
+        received.append(request.node)
         return SyncReply(1, complete=True)
 
     server.unary(SYNC, sync)
@@ -298,7 +298,7 @@ async def test_a_node_with_a_certificate_of_ours_is_heard_by_a_listener_of_ours(
             await call(channel, SYNC, SyncRequest("n1", "t", 0), timeout=20)
         await channel.close()
     await server.stop()
-    assert heard == ["n1"]
+    assert received == ["n1"]
 
 
 def test_flags_say_what_is_made_here(tmp_path: Path) -> None:

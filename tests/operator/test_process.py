@@ -243,8 +243,8 @@ def test_a_restart_on_a_correct_world_writes_nothing(scene: Scene) -> None:
     scene.operator.start()
     until(lambda: agent.highest_term > term, "the new process leads in a new term")
     until(lambda: passes(scene.operator) >= 4, "the new process has planned")
-    said = writes(scene.operator)
-    assert said == {}, scene.cluster.plane.kubectl("get", "rlease,servpool", "-A", "-o", "yaml")
+    reported = writes(scene.operator)
+    assert reported == {}, scene.cluster.plane.kubectl("get", "rlease,servpool", "-A", "-o", "yaml")
     assert versions(scene) == before
     until(
         lambda: [grant.key.term for grant in agent.grants.values()] == [agent.highest_term],

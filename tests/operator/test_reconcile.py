@@ -127,9 +127,9 @@ async def test_an_object_that_takes_no_status_gets_one_event_and_stops_nobody() 
         bench.report()
         await bench.turn()
     assert bench.reason("good", "Granted") == Reason.ALL_SLOTS_GRANTED
-    told = [event for event in bench.api.events if event["involvedObject"]["name"] == "poison"]
-    assert [event["reason"] for event in told] == [Reason.INVALID_SPEC]
-    assert "slots" in told[0]["message"]
+    found = [event for event in bench.api.events if event["involvedObject"]["name"] == "poison"]
+    assert [event["reason"] for event in found] == [Reason.INVALID_SPEC]
+    assert "slots" in found[0]["message"]
     tries = [write for write in bench.api.writes if write == ("status", "poison")]
     assert len(tries) > 1, "one Event, however often the status is tried"
 
@@ -271,8 +271,8 @@ async def test_what_a_pool_kept_back_is_written_once_a_minute_too() -> None:
     assert 1 <= [name for _, name in bench.api.writes].count("chat") <= 4
     status = bench.api.objects[ObjectKind.POOL, "default/chat"]["status"]
     assert 100_000 < status["totals"]["unlentReservedMilliseconds"] < 180_000
-    told = {"pool": "default/chat"}
-    shown = metrics.REGISTRY.get_sample_value("rose_pool_unlent_reserved_seconds", told)
+    found = {"pool": "default/chat"}
+    shown = metrics.REGISTRY.get_sample_value("rose_pool_unlent_reserved_seconds", found)
     assert shown == pytest.approx(179, abs=6)
 
 
@@ -382,12 +382,12 @@ async def test_a_leases_scale_selects_the_pods_of_its_router() -> None:
 async def test_a_lease_says_why_its_slots_do_not_start() -> None:
     bench = await running()
     await bench.ready_routers()
-    told = "engine argument 'dtype': 'float8' is not allowed"
-    bench.report(SlotState.FAILED, reason="BadEngine", message=told)
+    text = "engine argument 'dtype': 'float8' is not allowed"
+    bench.report(SlotState.FAILED, reason="BadEngine", message=text)
     await settled(bench)
     ready = bench.condition()
     assert (ready["status"], ready["reason"]) == ("False", "BadEngine")
-    assert ready["message"] == f"0 of 1 granted slots run; 1 BadEngine: {told}"
+    assert ready["message"] == f"0 of 1 granted slots run; 1 BadEngine: {text}"
     bench.report()
     await settled(bench)
     assert (bench.reason(), bench.condition()["message"]) == ("SlotsReady", "")
@@ -396,8 +396,8 @@ async def test_a_lease_says_why_its_slots_do_not_start() -> None:
 async def test_a_lease_hears_nothing_of_its_slots_neighbours() -> None:
     bench = await running()
     await bench.ready_routers()
-    told = "GPU-a has 3.0 GiB free: pod secret/chat-0 (pid 7) holds 130 GiB"
-    bench.report(SlotState.FAILED, reason="InsufficientMemory", message=told)
+    text = "GPU-a has 3.0 GiB free: pod secret/chat-0 (pid 7) holds 130 GiB"
+    bench.report(SlotState.FAILED, reason="InsufficientMemory", message=text)
     await settled(bench)
     ready = bench.condition()
     assert ready["reason"] == "InsufficientMemory"
@@ -481,10 +481,10 @@ async def test_a_release_reason_of_another_version_harms_nobody() -> None:
 
 async def test_events_tell_transitions_once() -> None:
     bench = await running()
-    told = [event["reason"] for event in bench.api.events]
-    assert told.count("Accepted") == 2  # the pool and the lease
-    assert "NotReclaiming" not in told
-    assert "NotPaused" not in told
+    found = [event["reason"] for event in bench.api.events]
+    assert found.count("Accepted") == 2  # the pool and the lease
+    assert "NotReclaiming" not in found
+    assert "NotPaused" not in found
     bench.api.events.clear()
     bench.report()
     await bench.turn(3)

@@ -29,7 +29,7 @@ def names(bench: Bench, kind: ObjectKind) -> list[str]:
     return [raw["metadata"]["name"] for raw in bench.api.all(kind)]
 
 
-def said(bench: Bench) -> tuple[str, str]:
+def condition_of(bench: Bench) -> tuple[str, str]:
     found = bench.condition(kind="RouterReady")
     return found["status"], found["reason"]
 
@@ -44,16 +44,16 @@ async def test_a_lease_on_an_empty_pool_has_no_router_until_a_replica_is_reporte
     bench.lease(spec__router={"replicas": 6})
     await bench.turn(2)
     assert (pods(bench), names(bench, ObjectKind.SERVICE)) == ([], [])
-    assert said(bench) == ("False", Reason.NO_SLOT_POSSIBLE)
+    assert condition_of(bench) == ("False", Reason.NO_SLOT_POSSIBLE)
     bench.report()
     await bench.turn(2)
     assert pods(bench) == [6]
-    assert said(bench) == ("False", Reason.ROUTER_NOT_READY)
+    assert condition_of(bench) == ("False", Reason.ROUTER_NOT_READY)
     await bench.ready_routers()
     bench.now += 5
     bench.report()
     await bench.turn(2)
-    assert said(bench) == ("True", Reason.ROUTER_ANSWERS)
+    assert condition_of(bench) == ("True", Reason.ROUTER_ANSWERS)
 
 
 async def test_a_suspended_lease_has_no_pod_keeps_its_url_and_gets_its_pods_back() -> None:
@@ -66,7 +66,7 @@ async def test_a_suspended_lease_has_no_pod_keeps_its_url_and_gets_its_pods_back
         bench.report()
         await bench.turn()
     assert (bench.slots(), pods(bench)) == ([], [0])
-    assert said(bench) == ("False", Reason.SUSPENDED)
+    assert condition_of(bench) == ("False", Reason.SUSPENDED)
     assert url(bench) == before
     bench.demand.clear()  # nobody hears a router without pods
     await bench.turn(2)
@@ -89,7 +89,7 @@ async def test_a_paused_pool_ends_routers_only_after_a_while() -> None:
     bench.report()
     await bench.turn()
     assert pods(bench) == [0]
-    assert said(bench) == ("False", Reason.POOL_NOT_LENDING)
+    assert condition_of(bench) == ("False", Reason.POOL_NOT_LENDING)
 
 
 async def test_a_policy_that_is_withdrawn_ends_the_routers_pods_with_its_slots() -> None:
@@ -107,7 +107,7 @@ async def test_a_policy_that_is_withdrawn_ends_the_routers_pods_with_its_slots()
         bench.report()
         await bench.turn()
     assert pods(bench) == [0]
-    assert said(bench) == ("False", Reason.NO_TENANT_POLICY)
+    assert condition_of(bench) == ("False", Reason.NO_TENANT_POLICY)
 
 
 async def test_a_namespaces_routers_are_counted_together_also_those_of_refused_leases() -> None:

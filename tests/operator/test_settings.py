@@ -220,8 +220,8 @@ def deployment_pod(lease: RolloutLease, settings: Settings) -> dict[str, Any]:
 def test_slots_go_by_weight_unless_the_platform_says_otherwise(tmp_path: Path) -> None:
     given = flags(tmp_path, "main: a:1\n", "secret\n")
     assert not parse(given).lending.by_gain
-    told = parse([*given, "--lend-by-gain", "--toggle-seconds", "7"]).lending
-    assert (told.by_gain, told.toggle_seconds) == (True, 7.0)
+    reported = parse([*given, "--lend-by-gain", "--toggle-seconds", "7"]).lending
+    assert (reported.by_gain, reported.toggle_seconds) == (True, 7.0)
 
 
 def test_routers_price_a_lent_gpu_as_the_platform_says(tmp_path: Path) -> None:
@@ -229,5 +229,5 @@ def test_routers_price_a_lent_gpu_as_the_platform_says(tmp_path: Path) -> None:
     lease = RolloutLease.model_validate(LEASE)
     for more, weight in ((), Policy().lent_weight), (("--lent-weight", "0.5"), 0.5):
         (container,) = deployment_pod(lease, parse([*given, *more]))["containers"]
-        said = [one for one in container["args"] if one.startswith("--lent-weight")]
-        assert router_parser().parse_args([*said, "--lease=a/b"]).lent_weight == weight
+        found = [one for one in container["args"] if one.startswith("--lent-weight")]
+        assert router_parser().parse_args([*found, "--lease=a/b"]).lent_weight == weight

@@ -133,11 +133,13 @@ async def test_a_run_that_may_not_be_followed_is_left_out_and_named_and_the_leas
     service = await leading(bench)
     (grant,) = (await service.sync(SyncRequest("n1", "t", 0))).grants
     assert grant.weights.others == ("ppo",)
-    said = bench.condition(kind="Accepted")
-    assert (said["status"], said["reason"]) == ("True", "Accepted")
-    assert "adapterRuns: secret;" in said["message"]
-    said = bench.condition(kind="WeightsSynced")
-    assert (said["status"], said["reason"]) == ("True", "VersionAttested"), "of the weights alone"
+    reported = bench.condition(kind="Accepted")
+    assert (reported["status"], reported["reason"]) == ("True", "Accepted")
+    assert "adapterRuns: secret;" in reported["message"]
+    reported = bench.condition(kind="WeightsSynced")
+    assert (reported["status"], reported["reason"]) == ("True", "VersionAttested"), (
+        "of the weights alone"
+    )
     await adapters(bench, "ppo")
     assert "secret" not in bench.condition(kind="Accepted").get("message", "")
     bench.lease(spec__weights=WEIGHTS | {"run": "secret"})

@@ -77,9 +77,9 @@ async def test_a_pool_lends_to_namespaces_of_a_label_for_as_long_as_they_have_it
     for _ in range(2):
         bench.report()
         await bench.turn()
-    told = bench.condition(kind="Accepted")
-    assert told["reason"] == Reason.NAMESPACE_NOT_ALLOWED
-    assert "lends to elsewhere and namespaces with rl=yes" in told["message"]
+    reported = bench.condition(kind="Accepted")
+    assert reported["reason"] == Reason.NAMESPACE_NOT_ALLOWED
+    assert "lends to elsewhere and namespaces with rl=yes" in reported["message"]
     assert bench.slots() == []
 
 

@@ -36,7 +36,7 @@ def _after(lease: RolloutLease, lent: int, opened: int, tokens: int, **more: Any
     return lease.model_copy(update={"status": status})
 
 
-def _told(lease: RolloutLease, *notes: DemandNote) -> RolloutLease:
+def _counted(lease: RolloutLease, *notes: DemandNote) -> RolloutLease:
     """The lease once its routers have said this."""
     now = datetime(2026, 1, 2, tzinfo=UTC)
     world = SimpleNamespace(
@@ -90,13 +90,13 @@ def test_weights_and_what_live_traffic_met_are_added_likewise() -> None:
 def test_what_trainers_said_is_added_once_over_restarts_of_routers_and_operator() -> None:
     lease = RolloutLease.model_validate(objects.LEASE)
     one = DemandNote(instance="one", accepted=10, correct=4)
-    lease = _told(lease, one)
-    lease = _told(lease, one)  # another operator, which knows the object alone
+    lease = _counted(lease, one)
+    lease = _counted(lease, one)  # another operator, which knows the object alone
     assert _answers(lease) == (10, 4)
-    lease = _told(lease)  # nobody was heard yet
+    lease = _counted(lease)  # nobody was heard yet
     assert _answers(lease) == (10, 4)
-    lease = _told(lease, DemandNote(instance="one", accepted=12, correct=4))
-    lease = _told(lease, DemandNote(instance="two", accepted=3, correct=3))  # it was replaced
+    lease = _counted(lease, DemandNote(instance="one", accepted=12, correct=4))
+    lease = _counted(lease, DemandNote(instance="two", accepted=3, correct=3))  # it was replaced
     assert _answers(lease) == (15, 7)
     assert [entry.instance for entry in lease.status.totals.routers] == ["one", "two"]
 
@@ -104,18 +104,18 @@ def test_what_trainers_said_is_added_once_over_restarts_of_routers_and_operator(
 def test_replicas_are_added_up_and_none_counts_back() -> None:
     lease = RolloutLease.model_validate(objects.LEASE)
     notes = [DemandNote(instance=name, accepted=5, correct=1) for name in "ab"]
-    lease = _told(lease, *notes)
-    lease = _told(lease, DemandNote(instance="a", accepted=2, correct=9), notes[1])
+    lease = _counted(lease, *notes)
+    lease = _counted(lease, DemandNote(instance="a", accepted=2, correct=9), notes[1])
     assert _answers(lease) == (10, 3), "no more answers are correct than were said now"
-    lease = _told(lease, DemandNote(accepted=99), DemandNote(instance="x" * 65, accepted=99))
+    lease = _counted(lease, DemandNote(accepted=99), DemandNote(instance="x" * 65, accepted=99))
     assert _answers(lease)[0] == 10
 
 
 def test_tokens_that_routers_count_are_added_likewise() -> None:
     lease = RolloutLease.model_validate(objects.LEASE)
     one = DemandNote(instance="one", dedicated_tokens=500, trained_tokens=300, reasoning_tokens=900)
-    lease = _told(lease, one)
-    lease = _told(lease, one, DemandNote(instance="two", dedicated_tokens=50))
+    lease = _counted(lease, one)
+    lease = _counted(lease, one, DemandNote(instance="two", dedicated_tokens=50))
     found = lease.status.totals
     assert (found.dedicated_tokens, found.trained_tokens) == (550, 300)
     assert found.reasoning_tokens == 300, "no more than was trained on"
@@ -125,7 +125,7 @@ def test_tokens_that_routers_count_are_added_likewise() -> None:
 def test_processes_that_are_gone_make_room_and_what_they_counted_stays() -> None:
     lease = RolloutLease.model_validate(objects.LEASE)
     for number in range(MOST_ROUTERS + 5):
-        lease = _told(lease, DemandNote(instance=f"r{number}", accepted=1))
+        lease = _counted(lease, DemandNote(instance=f"r{number}", accepted=1))
     assert _answers(lease) == (MOST_ROUTERS + 5, 0)
     assert len(lease.status.totals.routers) == MOST_ROUTERS
     assert lease.status.totals.routers[-1].instance == f"r{MOST_ROUTERS + 4}"
@@ -135,19 +135,19 @@ def test_the_router_of_an_older_lease_of_that_name_is_not_counted() -> None:
     lease = RolloutLease.model_validate(objects.LEASE)
     made = lease.metadata.model_copy(update={"creation_timestamp": "2026-01-01T23:59:00+00:00"})
     lease = lease.model_copy(update={"metadata": made})
-    lease = _told(lease, DemandNote(instance="old", accepted=7, up_seconds=3600.0))
+    lease = _counted(lease, DemandNote(instance="old", accepted=7, up_seconds=3600.0))
     assert _answers(lease) == (0, 0)
-    lease = _told(lease, DemandNote(instance="new", accepted=7, up_seconds=50.0))
+    lease = _counted(lease, DemandNote(instance="new", accepted=7, up_seconds=50.0))
     assert _answers(lease) == (7, 0)
 
 
 def _kept(pool: ServingPool, **said: int) -> ServingPool:
     """The pool once its nodes have said so much; two replicas of a node share the counter."""
-    told = {
+    found = {
         node: replica("default/chat", node, unlent_reserved_milliseconds=count)
         for node, count in said.items()
     }
-    reports = [(node, one) for node, one in told.items() for _ in range(2)]
+    reports = [(node, one) for node, one in found.items() for _ in range(2)]
     world = cast("ClusterState", SimpleNamespace(reports_of=lambda _key: reports))
     status = pool.status.model_copy(update={"totals": pool_totals(pool, world)})
     return pool.model_copy(update={"status": status})

@@ -18,8 +18,8 @@ TROUGH = {"busyPermille": [100] * 48}
 
 
 def full(name: str, **changes: Any) -> ReplicaReport:  # noqa: ANN401  # any field
-    said: dict[str, Any] = {"refusal": "InsufficientMemory", "busy_permille": 100}
-    return replica("default/chat", name, **said | changes)
+    found: dict[str, Any] = {"refusal": "InsufficientMemory", "busy_permille": 100}
+    return replica("default/chat", name, **found | changes)
 
 
 def report(bench: Bench, *replicas: ReplicaReport, slots: tuple[SlotReport, ...] = ()) -> None:

@@ -75,9 +75,9 @@ async def test_a_refused_status_waits_although_its_times_and_counts_move() -> No
     for second in range(16):
         desk.now = float(second)
         ready = {"type": "Ready", "status": "False", "reason": "NoReplicaQualifies"}
-        said = {"conditions": [ready | {"lastTransitionTime": str(second)}], "tokens": second}
+        found = {"conditions": [ready | {"lastTransitionTime": str(second)}], "tokens": second}
         metadata = {"namespace": "n", "name": "grpo"}
-        manifest = {"metadata": metadata, "status": said}
+        manifest = {"metadata": metadata, "status": found}
         await desk.writer.run([desk.writer.status(ObjectKind.LEASE, manifest, refused)])
     assert tried == [0, 1, 3, 7, 15]
 
@@ -169,10 +169,12 @@ async def test_who_changed_what_and_how_it_ended_is_written_down_but_no_status(
             [writer.apply(ObjectKind.SLOT, {"kind": "RolloutSlot", "metadata": metadata})]
         )
 
-    async def told() -> None: ...
+    async def reported() -> None: ...
 
     metadata = {"namespace": "n", "name": "grpo"}
-    await writer.run([writer.status(ObjectKind.LEASE, {"metadata": metadata, "status": {}}, told)])
+    await writer.run(
+        [writer.status(ObjectKind.LEASE, {"metadata": metadata, "status": {}}, reported)]
+    )
     await writer.run([writer.delete(ObjectKind.SLOT, "good")])
     api.down = True
     with pytest.raises(ApiUnavailable):

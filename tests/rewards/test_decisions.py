@@ -25,7 +25,7 @@ def test_an_answer_is_a_number_or_says_itself_whether_it_is_correct() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reported",
     [
         math.nan,
         math.inf,
@@ -38,8 +38,8 @@ def test_an_answer_is_a_number_or_says_itself_whether_it_is_correct() -> None:
         {"reward": 1, "correct": "yes"},
     ],
 )
-def test_what_is_no_number_is_lost_and_never_zero(said: object) -> None:
-    assert isinstance(result_of(said, 1.0, 0.0), Lost)
+def test_what_is_no_number_is_lost_and_never_zero(reported: object) -> None:
+    assert isinstance(result_of(reported, 1.0, 0.0), Lost)
 
 
 def test_no_verdict_is_masked() -> None:

@@ -195,29 +195,31 @@ async def test_rules_judge_answers(folder: Path) -> None:
     ]
     async with serving(folder, rules) as rewards:
         for number, (name, answer, expected, reward) in enumerate(cases):
-            status, said = await rewards.ask(
+            status, reply = await rewards.ask(
                 function=name, trajectory=f"t{number}", answer=answer, expected=expected
             )
-            assert (status, said["outcome"], said.get("reward")) == (200, "scored", reward), said
-            assert said["correct"] == (reward == 1.0)
-        _, said = await rewards.ask(function="number", answer="1", expected="none")
-        assert said["outcome"] == "masked"
-        _, said = await rewards.ask(function="number", trajectory="n", answer="1", expected="1e999")
-        assert said["outcome"] == "masked"
+            assert (status, reply["outcome"], reply.get("reward")) == (200, "scored", reward), reply
+            assert reply["correct"] == (reward == 1.0)
+        _, reply = await rewards.ask(function="number", answer="1", expected="none")
+        assert reply["outcome"] == "masked"
+        _, reply = await rewards.ask(
+            function="number", trajectory="n", answer="1", expected="1e999"
+        )
+        assert reply["outcome"] == "masked"
         for name in rules:
-            _, said = await rewards.ask(function=name, trajectory=name, answer="None")
-            assert said["outcome"] == "masked", name
+            _, reply = await rewards.ask(function=name, trajectory=name, answer="None")
+            assert reply["outcome"] == "masked", name
 
 
 async def test_a_trajectory_has_one_result_however_often_it_is_asked(folder: Path) -> None:
     async with serving(folder, {"sleep": own(folder, "sleep")}) as rewards:
         answers = await asyncio.gather(*(rewards.ask(function="sleep", data=0.2) for _ in range(5)))
-        assert len({str(said) for _, said in answers}) == 1
+        assert len({str(answer) for _, answer in answers}) == 1
         assert (await rewards.ask(function="sleep", data=0.2)) == answers[0]
         assert (await rewards.ask(function="sleep", data=0.2, deadline_seconds=1.0)) == answers[0]
-        status, said = await rewards.ask(function="sleep", data=0.3)
+        status, answer = await rewards.ask(function="sleep", data=0.3)
         assert status == 400
-        assert "sent before with another content" in said["message"]
+        assert "sent before with another content" in answer["message"]
 
 
 async def test_a_gateway_that_stops_starts_no_worker(folder: Path) -> None:
@@ -235,8 +237,8 @@ async def test_answers_of_one_team_draw_no_limit_for_another(folder: Path) -> No
 
         async def ask(team: str, number: int, seconds: float) -> str:
             fields = {"trajectory": f"t{number}", "data": seconds, "task": "one"}
-            _, said = await rewards.ask(f"word-{team}", function="sleep", **fields)
-            return str(said["outcome"])
+            _, answer = await rewards.ask(f"word-{team}", function="sleep", **fields)
+            return str(answer["outcome"])
 
         assert {await ask("a", number, 0) for number in range(LEAST)} == {"scored"}
         assert await ask("a", LEAST, 3) == "masked"
@@ -250,8 +252,8 @@ async def test_failures_have_names_and_none_is_a_zero(folder: Path) -> None:
     async with serving(folder, listed) as rewards:
 
         async def outcome(name: str, data: object = None) -> str:
-            _, said = await rewards.ask(function=name, trajectory=name, data=data)
-            return ": ".join((said["outcome"], str(said.get("reason", said.get("reward")))))
+            _, answer = await rewards.ask(function=name, trajectory=name, data=data)
+            return ": ".join((answer["outcome"], str(answer.get("reason", answer.get("reward")))))
 
         assert (await outcome("sleep", 60)).startswith("masked: TimedOut")
         assert (await outcome("fail")).startswith("lost: WorkerEnded: ValueError: no such case")
@@ -269,9 +271,9 @@ async def test_a_worker_that_is_not_ready_in_time_is_no_verdict(
 ) -> None:
     monkeypatch.setattr(pool, "_START_SECONDS", 0.001)
     async with serving(folder, {"noisy": own(folder, "noisy")}) as rewards:
-        _, said = await rewards.ask(function="noisy")
-        assert said["outcome"] == "lost"
-        assert "was not imported within 0.001 s (tried 2 times)" in said["reason"]
+        _, answer = await rewards.ask(function="noisy")
+        assert answer["outcome"] == "lost"
+        assert "was not imported within 0.001 s (tried 2 times)" in answer["reason"]
 
 
 async def test_what_a_verification_leaves_behind_takes_no_worker_with_it(folder: Path) -> None:
@@ -283,10 +285,10 @@ async def test_what_a_verification_leaves_behind_takes_no_worker_with_it(folder:
         left = folder / "out" / "left"
         try:
             async with asyncio.timeout(30):
-                _, said = await rewards.ask(function="leave", data=[300, str(left)])
-                assert said["outcome"] == "masked"
-                _, said = await rewards.ask(function="noisy", trajectory="next")
-                assert said["outcome"] == "scored"
+                _, answer = await rewards.ask(function="leave", data=[300, str(left)])
+                assert answer["outcome"] == "masked"
+                _, answer = await rewards.ask(function="noisy", trajectory="next")
+                assert answer["outcome"] == "scored"
         finally:
             os.kill(int(left.read_text()), signal.SIGKILL)
 
@@ -328,10 +330,10 @@ async def test_a_lost_reward_is_tried_anew_when_it_is_asked_again(folder: Path) 
     listed = {"once": own(folder, "die_once", tries=1)}
     async with serving(folder, listed) as rewards:
         mark = str(folder / "out" / "mark")
-        _, said = await rewards.ask(function="once", data=mark)
-        assert said["outcome"] == "lost"
-        _, said = await rewards.ask(function="once", data=mark)
-        assert said["outcome"] == "scored"
+        _, answer = await rewards.ask(function="once", data=mark)
+        assert answer["outcome"] == "lost"
+        _, answer = await rewards.ask(function="once", data=mark)
+        assert answer["outcome"] == "scored"
 
 
 async def test_killed_workers_lose_no_reward_and_double_none(folder: Path) -> None:
@@ -351,7 +353,7 @@ async def test_killed_workers_lose_no_reward_and_double_none(folder: Path) -> No
             await asyncio.sleep(0.1)
         assert killed == 12
         answers = [task.result() for task in asked]
-        assert {said["outcome"] for _, said in answers} == {"scored"}
+        assert {reported["outcome"] for _, reported in answers} == {"scored"}
         assert rewards.gateway.queue == 0
 
 
@@ -391,8 +393,8 @@ async def test_code_of_one_team_reads_nothing_of_another_and_nothing_of_ours(
     }
     async with serving(folder, listed, token_file=tokens) as rewards:
         said_home = folder / "out" / "home"
-        _, said = await rewards.ask("word-a", function="home", data=str(said_home))
-        assert said["outcome"] == "scored", said
+        _, answer = await rewards.ask("word-a", function="home", data=str(said_home))
+        assert answer["outcome"] == "scored", answer
         home = said_home.read_text()
         paths = [str(tokens), home, f"{home}/secret", f"/proc/{os.getpid()}/environ"]
         paths += [
@@ -401,9 +403,9 @@ async def test_code_of_one_team_reads_nothing_of_another_and_nothing_of_ours(
             for name in ("environ", "mem", "fd")
         ]
         port = int(rewards.url.split(":")[2].split("/")[0])
-        _, said = await rewards.ask("word-b", function="look", data=paths, expected=port)
-        assert (said["outcome"], said.get("reward")) == ("scored", 0.0), said
-        assert said["correct"]
+        _, answer = await rewards.ask("word-b", function="look", data=paths, expected=port)
+        assert (answer["outcome"], answer.get("reward")) == ("scored", 0.0), answer
+        assert answer["correct"]
 
 
 async def test_a_team_calls_its_own_functions_and_a_stranger_none(folder: Path) -> None:
@@ -412,8 +414,8 @@ async def test_a_team_calls_its_own_functions_and_a_stranger_none(folder: Path) 
     listed = {"mine": own(folder, "noisy", team="a")}
     async with serving(folder, listed, token_file=tokens) as rewards:
         assert (await rewards.ask("word-a", function="mine"))[0] == 200
-        status, said = await rewards.ask("word-b", function="mine")
-        assert (status, "none of none" in said["message"]) == (400, True)
+        status, answer = await rewards.ask("word-b", function="mine")
+        assert (status, "none of none" in answer["message"]) == (400, True)
         for token in ("", "word-c"):
             assert (await rewards.ask(token, function="mine"))[0] == 401
         base = rewards.url.removesuffix("/v1/rewards")
@@ -434,14 +436,14 @@ async def test_a_team_hears_of_its_own_functions_queue_alone(folder: Path) -> No
     listed = {"mine": own(folder, "noisy", team="a"), "theirs": own(folder, "noisy", team="b")}
     async with serving(folder, listed, token_file=tokens) as rewards:
         assert (await rewards.ask("word-a", function="mine"))[0] == 200
-        told = {}
+        answer = {}
         for token in ("word-a", "word-b"):
             headers = {"Authorization": f"Bearer {token}"}
             url = rewards.url.replace("/v1/rewards", "/v1/queue")
             async with rewards.session.get(url, headers=headers) as reply:
-                told[token] = await reply.json()
-        assert told["word-a"]["p50_seconds"] > 0
-        assert told["word-b"] == {"queue": 0, "p50_seconds": None, "wish": 0}
+                answer[token] = await reply.json()
+        assert answer["word-a"]["p50_seconds"] > 0
+        assert answer["word-b"] == {"queue": 0, "p50_seconds": None, "wish": 0}
 
 
 @contextlib.asynccontextmanager
@@ -477,14 +479,14 @@ async def test_a_judge_is_asked_until_it_answers_and_one_that_refuses_is_named(
     async with judge_of(*answers) as (url, asked):
         listed = {"judge": {"judge": url, "tries": 3, "correctFrom": 0.5}}
         async with serving(folder, listed) as rewards:
-            said = [
+            answer = [
                 (await rewards.ask(function="judge", trajectory=f"t{number}", answer="A"))[1]
                 for number in range(3)
             ]
-    assert [one["outcome"] for one in said] == ["scored", "masked", "lost"]
-    assert (said[0]["reward"], said[0]["correct"]) == (0.75, True)
-    assert "asked 1 times: 400" in said[2]["reason"]
-    assert "no such model" in said[2]["reason"]
+    assert [one["outcome"] for one in answer] == ["scored", "masked", "lost"]
+    assert (answer[0]["reward"], answer[0]["correct"]) == (0.75, True)
+    assert "asked 1 times: 400" in answer[2]["reason"]
+    assert "no such model" in answer[2]["reason"]
     assert "Answer:\nA\n" in asked[0]["messages"][0]["content"]
 
 
@@ -492,8 +494,8 @@ async def test_that_a_judge_is_away_uses_up_no_try(folder: Path) -> None:
     async with judge_of((503, ""), (0, ""), (200, "0.5")) as (url, asked):
         listed = {"judge": {"judge": url, "tries": 1}}
         async with serving(folder, listed) as rewards:
-            said = (await rewards.ask(function="judge", trajectory="t"))[1]
-    assert (said["outcome"], said["reward"], len(asked)) == ("scored", 0.5, 3)
+            answer = (await rewards.ask(function="judge", trajectory="t"))[1]
+    assert (answer["outcome"], answer["reward"], len(asked)) == ("scored", 0.5, 3)
 
 
 async def test_a_judge_that_is_away_until_the_time_is_over_is_lost_and_so_is_one_that_fails(
@@ -553,7 +555,7 @@ async def test_judges_are_asked_at_once_take_no_worker_and_fill_the_queue(folder
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("f: {}", "give exactly one of rule, module and judge"),
         ("f: {rule: exact, judge: 'http://x'}", "give exactly one"),
@@ -564,9 +566,9 @@ async def test_judges_are_asked_at_once_take_no_worker_and_fill_the_queue(folder
         ("[", "is no YAML"),
     ],
 )
-def test_a_wrong_list_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_list_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "f.yaml").write_text(text)
-    with pytest.raises(BadFunctions, match=said):
+    with pytest.raises(BadFunctions, match=message):
         functions.read(tmp_path / "f.yaml")
 
 
@@ -618,16 +620,16 @@ async def test_a_result_from_before_an_update_is_known(folder: Path, tmp_path: P
     kept.close()
     async with serving(folder, {"pid": own(folder, "pid")}, kept=tmp_path) as rewards:
         for keep in (0, 1):
-            status, said = await rewards.ask(
+            status, answer = await rewards.ask(
                 function="pid", trajectory="a", group="g", members=2, keep=keep
             )
-            assert (status, said["reward"]) == (200, -7.0)
+            assert (status, answer["reward"]) == (200, -7.0)
 
 
 async def test_a_torn_result_is_computed_anew(folder: Path, tmp_path: Path) -> None:
     listed = {"pid": own(folder, "pid")}
     async with serving(folder, listed, kept=tmp_path) as rewards:
-        said = {name: (await rewards.ask(function="pid", trajectory=name))[1] for name in "ab"}
+        answer = {name: (await rewards.ask(function="pid", trajectory=name))[1] for name in "ab"}
     with contextlib.closing(sqlite3.connect(tmp_path / "results.db")) as database, database:
         changed = "replace(said, '\"reward\":', '\"reward\":9')"
         database.execute(f"UPDATE results SET said = {changed} WHERE trajectory = 'a'")  # noqa: S608  # ours
@@ -636,7 +638,7 @@ async def test_a_torn_result_is_computed_anew(folder: Path, tmp_path: Path) -> N
         _, whole = await rewards.ask(function="pid", trajectory="b")
         _, new = await rewards.ask(function="pid", trajectory="c")
     assert torn["reward"] == new["reward"], "this gateway's worker has computed it"
-    assert whole == said["b"]
+    assert whole == answer["b"]
 
 
 def test_the_oldest_results_make_room(tmp_path: Path) -> None:
@@ -660,9 +662,9 @@ async def test_a_result_that_cannot_be_written_down_is_lost_and_no_zero(
 
     async with serving(folder, {"pid": own(folder, "pid")}, kept=tmp_path) as rewards:
         monkeypatch.setattr(ResultJournal, "record", full)
-        _, said = await rewards.ask(function="pid")
-        assert said["outcome"] == "lost"
-        assert "disk is full" in said["reason"]
+        _, answer = await rewards.ask(function="pid")
+        assert answer["outcome"] == "lost"
+        assert "disk is full" in answer["reason"]
         monkeypatch.undo()
         assert (await rewards.ask(function="pid"))[1]["outcome"] == "scored"
 

@@ -98,11 +98,11 @@ async def test_one_of_two_workers_may_die(folder: Path, killed: int | None) -> N
             await ended(copies[killed][1])
         winner = 1 if killed == 0 else 0
         go(copies[winner])
-        _, said = await asked
-        assert said["outcome"] == "scored"
+        _, result = await asked
+        assert result["outcome"] == "scored"
         assert len(await begun(folder, 2)) == 2, "one of its two workers was enough"
         await ended(copies[1 - winner][1])
-        assert (await ask(rewards, folder))[1] == said, "asked again: the same result"
+        assert (await ask(rewards, folder))[1] == result, "asked again: the same result"
         labels = {"function": "stall", "winner": ("first", "second")[winner]}
         assert (REGISTRY.get_sample_value("rose_rewards_hedged_total", labels) or 0) >= 1
         await free(rewards)
@@ -171,7 +171,7 @@ async def test_a_pod_ends_what_nobody_waits_for(folder: Path) -> None:
             asked = ask(rewards, folder, "word-a")
             copies = await begun(folder, 2)
             go(copies[1])
-            _, said = await asked
-            assert said["outcome"] == "scored"
+            _, result = await asked
+            assert result["outcome"] == "scored"
             await ended(copies[0][1])
-            assert (await ask(rewards, folder, "word-a"))[1] == said
+            assert (await ask(rewards, folder, "word-a"))[1] == result

@@ -135,9 +135,9 @@ async def ask(session: aiohttp.ClientSession, url: str, number: int, seconds: fl
     while True:
         async with session.post(f"{url}/v1/rewards", json=body) as reply:
             assert reply.status in {200, 429}, await reply.text()
-            said = await reply.json()
-            if said.get("outcome") == "scored":
-                return said["reward"]
+            answer = await reply.json()
+            if answer.get("outcome") == "scored":
+                return answer["reward"]
         await asyncio.sleep(0.2)
 
 

@@ -76,8 +76,8 @@ async def test_a_worker_serves_the_functions_of_its_team_and_no_others(folder: P
     listed = {"mine": own(folder, "noisy", team="a"), "exact": {"rule": "exact"}}
     async with gateway(folder, listed) as rewards, worker(rewards, folder, "a"):
         await places(rewards.gateway, "a", 1)
-        status, said = await rewards.ask("word-a", function="mine")
-        assert (status, said["outcome"], said["reward"]) == (200, "scored", 0.25)
+        status, answer = await rewards.ask("word-a", function="mine")
+        assert (status, answer["outcome"], answer["reward"]) == (200, "scored", 0.25)
         other = asyncio.create_task(
             rewards.ask("word-b", function="exact", trajectory="u", answer="1", expected="1")
         )
@@ -120,13 +120,13 @@ async def test_a_worker_that_is_killed_loses_and_doubles_nothing(folder: Path) -
 
             await until(begun, "two have their results")
             os.killpg(first.pid, signal.SIGKILL)
-            said = [found for _, found in await asyncio.gather(*asked)]
-        assert [one["outcome"] for one in said] == ["scored"] * 12
+            reported = [found for _, found in await asyncio.gather(*asked)]
+        assert [one["outcome"] for one in reported] == ["scored"] * 12
         again = [
             await rewards.ask("word-a", function="sleep", trajectory=f"t{number}", data=0.3)
             for number in range(12)
         ]
-        assert [found for _, found in again] == said
+        assert [found for _, found in again] == reported
 
 
 async def test_a_worker_that_is_told_to_go_finishes_what_it_has(folder: Path) -> None:
@@ -165,8 +165,8 @@ async def test_what_one_that_goes_still_has_takes_no_place_of_one_that_came(fold
         child.terminate()
         await places(rewards.gateway, "a", 0)
         async with worker(rewards, folder, "a"):
-            said = await rewards.ask("word-a", function="sleep", trajectory="u", data=0.0)
-            assert said[1]["outcome"] == "scored"
+            answer = await rewards.ask("word-a", function="sleep", trajectory="u", data=0.0)
+            assert answer[1]["outcome"] == "scored"
             assert not asked.done(), "it did not wait for the one that goes"
             mark.touch()
             assert (await asked)[1]["outcome"] == "scored"
@@ -196,9 +196,9 @@ async def test_times_that_a_worker_makes_up_stay_within_the_limit_and_within_its
                 msgspec.json.encode(VerificationResult(given.number, said=1.0, seconds=lie))
             )
             assert 0.0 <= (await asked)[1]["seconds"] <= 5.0
-        told = rewards.gateway.p50("a")
-        assert told is not None
-        assert 0.0 <= told <= 5.0
+        reported = rewards.gateway.p50("a")
+        assert reported is not None
+        assert 0.0 <= reported <= 5.0
         assert rewards.gateway.p50("") is None, "of nobody's functions nothing is known"
         rewards.gateway._demand["a"].times.extend([60.0] * 9)
         others = [
@@ -252,13 +252,13 @@ async def test_what_overruns_or_fails_in_a_pod_is_told_as_here(folder: Path) -> 
     names = ("sleep", "fail", "die")
     listed = {name: own(folder, name, team="a", seconds=0.5) for name in names}
     async with gateway(folder, listed) as rewards, worker(rewards, folder, "a"):
-        said = {
+        answer = {
             name: (await rewards.ask("word-a", function=name, trajectory=name, data=60))[1]
             for name in names
         }
-        assert said["sleep"]["reason"].startswith("TimedOut")
-        assert said["fail"]["reason"] == "WorkerEnded: ValueError: no such case (tried 2 times)"
-        assert "exit code -9 (tried 5 times)" in said["die"]["reason"]
+        assert answer["sleep"]["reason"].startswith("TimedOut")
+        assert answer["fail"]["reason"] == "WorkerEnded: ValueError: no such case (tried 2 times)"
+        assert "exit code -9 (tried 5 times)" in answer["die"]["reason"]
         await places(rewards.gateway, "a", 1)
 
 

@@ -49,8 +49,8 @@ async def test_keda_hears_of_the_first_reward_at_once_and_of_how_many_are_wished
                 request_serializer=lambda message: message.SerializeToString(),
                 response_deserializer=MESSAGES["IsActiveResponse"].FromString,
             )(reference)
-            said = aiter(stream)
-            assert (await anext(said)).result is False
+            reported = aiter(stream)
+            assert (await anext(reported)).result is False
             asked = [
                 asyncio.create_task(
                     gateway.score(Reward(trajectory=f"t{n}", function="mine", answer=""), "a")
@@ -58,7 +58,7 @@ async def test_keda_hears_of_the_first_reward_at_once_and_of_how_many_are_wished
                 for n in range(8)
             ]
             async with asyncio.timeout(10):
-                assert (await anext(said)).result is True
+                assert (await anext(reported)).result is True
             found = await ask(channel, "GetMetricSpec", reference, "GetMetricSpecResponse")
             (spec,) = found.metricSpecs
             assert (spec.metricName, spec.targetSizeFloat) == (keda.METRIC, 2.0)
@@ -129,8 +129,8 @@ def test_the_chart_tells_the_gateway_how_patient_it_may_be() -> None:
     values = {"rewards": {"enabled": True, "functions": {"exact": {"rule": "exact"}}}}
     pod = render(values).one("Deployment", "rose-rewards")["spec"]["template"]["spec"]
     words = pod["containers"][0].get("args", []) + pod["containers"][0].get("command", [])
-    said = {"--target-seconds=10", "--patience-seconds=0", "--cold-start-seconds=1.5"}
-    assert said <= set(words)
+    found = {"--target-seconds=10", "--patience-seconds=0", "--cold-start-seconds=1.5"}
+    assert found <= set(words)
 
 
 async def test_a_team_that_is_not_in_the_list_is_no_answer_and_no_series(tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ async def test_a_team_that_is_not_in_the_list_is_no_answer_and_no_series(tmp_pat
     ):
         reference = MESSAGES["ScaledObjectRef"](scalerMetadata={"team": "stranger"})
         request = MESSAGES["GetMetricsRequest"](scaledObjectRef=reference)
-        for name, said in (("IsActive", reference), ("GetMetrics", request)):
+        for name, reported in (("IsActive", reference), ("GetMetrics", request)):
             with pytest.raises(grpc.aio.AioRpcError, match=r"(?s)names one of shared") as found:
-                await ask(channel, name, said, f"{name}Response")
+                await ask(channel, name, reported, f"{name}Response")
             assert found.value.code() is grpc.StatusCode.NOT_FOUND
         (wishes,) = metrics.WISH.collect()
         assert all(one.labels["team"] != "stranger" for one in wishes.samples)

@@ -163,8 +163,8 @@ def test_what_is_counted_once_is_what_three_counts_would_be(lost: float) -> None
     assert len(three) == len(meter._cells)
     for place, counts in three.items():
         cell = meter._cells[place]
-        told = (cell._known, cell._least, cell._most)
-        assert [_counted(one) for one in told] == [_counted(one) for one in counts], place
+        reported = (cell._known, cell._least, cell._most)
+        assert [_counted(one) for one in reported] == [_counted(one) for one in counts], place
 
 
 def _counted(share: Clustered) -> dict[str, object]:

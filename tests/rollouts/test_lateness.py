@@ -34,7 +34,7 @@ def test_no_more_are_late_than_may_be() -> None:
     assert fewest_late([[60.0, 59.0]], STEP_S, 0) == 0
 
 
-class Told:
+class Batches:
     """A clock that says what it was told."""
 
     now_s = 0.0
@@ -45,7 +45,7 @@ class Told:
 
 
 def test_a_late_groups_reward_is_learned_in_the_round_after() -> None:
-    clock = Told()
+    clock = Batches()
     seen = Lateness(2, clock)
     assert seen.open() == 0
     clock.now_s = 100.0
@@ -63,7 +63,7 @@ def test_a_late_groups_reward_is_learned_in_the_round_after() -> None:
 
 
 def test_a_group_that_is_given_up_holds_no_learning_up() -> None:
-    clock = Told()
+    clock = Batches()
     seen = Lateness(2, clock)
     seen.open()
     seen.sampled("a")
@@ -82,7 +82,7 @@ def test_rounds_that_are_to_learn_are_refused_where_nobody_tells_the_time() -> N
 
 
 def test_rounds_tell_when_groups_have_tokens_and_rewards_and_which_are_given_up() -> None:
-    clock = Told()
+    clock = Batches()
     rounds = Rounds(RoundShape(batch=2, members=1, surplus=0.0, late="learned"), clock)
     rounds.open()
     clock.now_s = 10.0
@@ -115,7 +115,7 @@ def test_every_batch_is_whole_and_each_prompt_in_one_while_the_number_changes(
     batch: int, takes: float, seed: int
 ) -> None:
     """Groups of one member; rewards take as long for all, a while less in the second half."""
-    draw, clock = random.Random(seed), Told()
+    draw, clock = random.Random(seed), Batches()
     shape = RoundShape(batch, 1, surplus=0.25, late="learned")
     rounds = Rounds(shape, clock)
     begun, trained, carried = 0, list[str](), tuple[str, ...]()
@@ -131,13 +131,13 @@ def test_every_batch_is_whole_and_each_prompt_in_one_while_the_number_changes(
             token_s = clock.now_s + draw.uniform(10, 100)
             due[name] = (token_s, token_s + takes / (1 + number // 12))
         closing = None
-        told = sorted(
+        found = sorted(
             (at, kind, name)
             for name, times in due.items()
             for kind, at in enumerate(times)
             if at > clock.now_s
         )
-        for at, kind, name in told:
+        for at, kind, name in found:
             clock.now_s = at
             closing = (rounds.sampled, rounds.finished)[kind](name)
             if closing is not None:

@@ -34,8 +34,8 @@ def test_without_a_temperature_to_divide_by_both_kinds_of_engine_say_the_same(
 
 
 def test_legs_that_differ_are_told_apart_by_token() -> None:
-    said = semantics([(0, SCALED), (3, RAW), (5, RAW), (8, "")], 10, HALF)
-    kind, *parts = said.replace("mixed: ", "mixed; ").split("; ")
+    reported = semantics([(0, SCALED), (3, RAW), (5, RAW), (8, "")], 10, HALF)
+    kind, *parts = reported.replace("mixed: ", "mixed; ").split("; ")
     assert kind == "mixed"
     assert [part.partition(": ")[0] for part in parts] == [
         "from token 0",
@@ -51,9 +51,9 @@ def test_a_leg_that_gave_nothing_has_no_say() -> None:
     assert semantics([], 0, HALF) == NONE
 
 
-@pytest.mark.parametrize("said", ["", "processed"])
-def test_an_engine_that_does_not_say_is_unknown(said: str) -> None:
-    assert semantics([(0, said)], 4, LogprobTerms()) == UNKNOWN
+@pytest.mark.parametrize("text", ["", "processed"])
+def test_an_engine_that_does_not_say_is_unknown(text: str) -> None:
+    assert semantics([(0, text)], 4, LogprobTerms()) == UNKNOWN
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def says(text: str, *calls: tuple[str, object]) -> Message:
+def assistant(text: str, *calls: tuple[str, object]) -> Message:
     made: Message = {"role": "assistant", "content": text}
     if calls:
         made["tool_calls"] = [
@@ -78,7 +78,7 @@ def test_a_linear_conversation_is_one_row_with_every_token_once() -> None:
     harness = Harness(MessageTree())
     talk = [user("go")]
     for number in range(20):
-        answer = says(f"answer {number}")
+        answer = assistant(f"answer {number}")
         harness.turn(talk, answer)
         talk += [answer, user(f"result {number}")]
     (row,) = harness.tree.rows(OWNER)
@@ -95,10 +95,10 @@ def test_a_linear_conversation_is_one_row_with_every_token_once() -> None:
 
 def test_a_retry_is_a_branch_and_what_both_share_is_learnt_from_once() -> None:
     harness = Harness(MessageTree())
-    talk = [user("go"), says("first"), user("result")]
+    talk = [user("go"), assistant("first"), user("result")]
     harness.turn(talk[:1], talk[1])
-    harness.turn(talk, says("one way"))
-    harness.turn(talk, says("another"))
+    harness.turn(talk, assistant("one way"))
+    harness.turn(talk, assistant("another"))
     one, other = harness.tree.rows(OWNER)
     assert one.ids[:5] == other.ids[:5]
     assert (sum(one.mask), sum(other.mask)) == (4, 2)
@@ -107,8 +107,10 @@ def test_a_retry_is_a_branch_and_what_both_share_is_learnt_from_once() -> None:
 
 def test_a_sub_agent_and_other_tools_begin_rows_of_their_own() -> None:
     harness = Harness(MessageTree())
-    harness.turn([user("go")], says("x"))
-    node = harness.turn([user("go"), says("x"), user("y")], says("z"), root=root_of(["tool"], {}))
+    harness.turn([user("go")], assistant("x"))
+    node = harness.turn(
+        [user("go"), assistant("x"), user("y")], assistant("z"), root=root_of(["tool"], {})
+    )
     assert node.altered_at is None, "nothing was altered: it is another conversation"
     assert [len(row.ids) for row in harness.tree.rows(OWNER)] == [5, 5]
 
@@ -116,56 +118,56 @@ def test_a_sub_agent_and_other_tools_begin_rows_of_their_own() -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        says(" words \n", ("look", '{"b": 2, "a": 1}')),
-        says("words", ("look", '{"a":1,"b":2}')),
-        says("<think>hm</think>\nwords", ("look", {"a": 1, "b": 2})),
-        says("hm</think>\nwords", ("look", {"a": 1.0, "b": 2})),
+        assistant(" words \n", ("look", '{"b": 2, "a": 1}')),
+        assistant("words", ("look", '{"a":1,"b":2}')),
+        assistant("<think>hm</think>\nwords", ("look", {"a": 1, "b": 2})),
+        assistant("hm</think>\nwords", ("look", {"a": 1.0, "b": 2})),
     ],
 )
 def test_what_harnesses_change_in_writing_is_the_same_message(sent: Message) -> None:
-    assert fingerprint(sent) == fingerprint(says("words", ("look", {"a": 1, "b": 2})))
+    assert fingerprint(sent) == fingerprint(assistant("words", ("look", {"a": 1, "b": 2})))
 
 
 @pytest.mark.parametrize(
     "sent",
     [
-        says("words"),
-        says("other words", ("look", {"a": 1})),
-        says("words", ("look", {"a": 2})),
-        says("words", ("see", {"a": 1})),
+        assistant("words"),
+        assistant("other words", ("look", {"a": 1})),
+        assistant("words", ("look", {"a": 2})),
+        assistant("words", ("see", {"a": 1})),
         {"role": "user", "content": "words"},
     ],
 )
 def test_what_says_something_else_is_another_message(sent: Message) -> None:
-    assert fingerprint(sent) != fingerprint(says("words", ("look", {"a": 1})))
+    assert fingerprint(sent) != fingerprint(assistant("words", ("look", {"a": 1})))
 
 
 def test_an_altered_history_is_located() -> None:
     harness = Harness(MessageTree())
-    talk = [user("go"), says("first"), user("result"), says("second"), user("more")]
+    talk = [user("go"), assistant("first"), user("result"), assistant("second"), user("more")]
     harness.turn(talk[:1], talk[1])
     harness.turn(talk[:3], talk[3])
     whole = harness.tree.find("job", ROOT, talk, "s")
     assert (whole.messages, whole.altered_at) == (4, None)
-    changed = [*talk[:3], says("something else"), talk[4]]
+    changed = [*talk[:3], assistant("something else"), talk[4]]
     found = harness.tree.find("job", ROOT, changed, "s")
     assert (found.messages, found.altered_at) == (2, 3)
     early = [user("went"), *talk[1:]]
     found = harness.tree.find("job", ROOT, early, "s")
     assert (found.node, found.messages, found.altered_at) == (None, 0, 0)
-    node = harness.turn(changed, says("third"))
+    node = harness.turn(changed, assistant("third"))
     assert node.altered_at == 3
 
 
 def test_answers_before_a_sessions_first_turn_are_examples_and_nothing_is_altered() -> None:
     tree = MessageTree()
-    examples = [user("2+2"), says("4"), user("3+3")]
+    examples = [user("2+2"), assistant("4"), user("3+3")]
     assert tree.find("job", ROOT, examples, "s").altered_at is None
 
 
 def test_a_conversation_is_known_by_its_messages_and_only_to_its_own_job() -> None:
     harness = Harness(MessageTree())
-    talk = [user("go"), says("first"), user("result")]
+    talk = [user("go"), assistant("first"), user("result")]
     harness.turn(talk[:1], talk[1])
     found = harness.tree.find("job", ROOT, talk)
     assert found.node is not None
@@ -178,27 +180,27 @@ def test_a_turn_that_is_told_again_is_kept_once() -> None:
     tree = MessageTree()
     match = tree.find("job", ROOT, [user("go")], "s")
     for _ in range(2):
-        tree.note(OWNER, "same", match, [1], says("x"), sampled=[2])
+        tree.note(OWNER, "same", match, [1], assistant("x"), sampled=[2])
     assert len(tree) == 1
 
 
 def test_the_least_recently_used_session_is_forgotten_whole() -> None:
     harness = Harness(MessageTree(most_tokens=22))
     for session in ("a", "b", "c", "d", "e"):
-        harness.turn([user(session)], says(session), session=session)
+        harness.turn([user(session)], assistant(session), session=session)
     assert harness.tree.forgotten == 1
     assert harness.tree.rows(("job", "a")) == []
-    assert harness.tree.find("job", ROOT, [user("a"), says("a"), user("x")]).node is None
+    assert harness.tree.find("job", ROOT, [user("a"), assistant("a"), user("x")]).node is None
     assert len(harness.tree) == 4
 
 
 def test_a_session_that_takes_too_much_is_forgotten_and_not_its_neighbours() -> None:
     harness = Harness(MessageTree(most_tokens=80))
-    harness.turn([user("small")], says("small"), session="small")
+    harness.turn([user("small")], assistant("small"), session="small")
     talk = [user("large")]
     for number in range(12):
-        harness.turn(talk, says(str(number)), session="large")
-        talk += [says(str(number)), user("on")]
+        harness.turn(talk, assistant(str(number)), session="large")
+        talk += [assistant(str(number)), user("on")]
     assert harness.tree.forgotten >= 1
     assert len(harness.tree.rows(("job", "small"))) == 1
     assert len(harness.tree) <= 5
@@ -207,7 +209,7 @@ def test_a_session_that_takes_too_much_is_forgotten_and_not_its_neighbours() -> 
 def test_sessions_that_say_the_same_do_not_take_each_others_turns() -> None:
     """Rollouts of one task begin alike: the same prompt, often the same first answer."""
     harness = Harness(MessageTree())
-    talk = [user("go"), says("ls"), user("result")]
+    talk = [user("go"), assistant("ls"), user("result")]
     first = harness.turn(talk[:1], talk[1], session="a")
     other = harness.turn(talk[:1], talk[1], session="b")
     assert harness.tree.find("job", ROOT, talk, "a").node is first
@@ -216,7 +218,7 @@ def test_sessions_that_say_the_same_do_not_take_each_others_turns() -> None:
 
 def test_of_turns_that_said_the_same_the_one_counts_whose_id_a_call_names() -> None:
     harness = Harness(MessageTree())
-    answer = says("", ("look", "{}"))
+    answer = assistant("", ("look", "{}"))
     first = harness.turn([user("go")], answer)
     harness.turn([user("go")], answer)
     answer["tool_calls"][0]["id"] = f"call_{first.rid}_0"
@@ -227,7 +229,8 @@ def test_several_answers_to_one_request_share_what_they_were_given() -> None:
     tree = MessageTree()
     match = tree.find("job", ROOT, [user("go")], "s")
     nodes = [
-        tree.note(OWNER, f"r{n}", match, [1, 2, 3], says(str(n)), sampled=[9]) for n in range(4)
+        tree.note(OWNER, f"r{n}", match, [1, 2, 3], assistant(str(n)), sampled=[9])
+        for n in range(4)
     ]
     assert all(node.given is nodes[0].given for node in nodes)
 
@@ -240,7 +243,7 @@ def test_however_a_session_branches_every_token_is_in_its_rows_and_sampled_ones_
     talks: list[list[Message]] = [[user("go")]]
     sampled: set[int] = set()
     for number, choice in enumerate(choices):
-        talk, answer = talks[choice % len(talks)], says(f"answer {number}")
+        talk, answer = talks[choice % len(talks)], assistant(f"answer {number}")
         node = harness.turn(talk, answer)
         sampled |= set(node.sampled)
         talks.append([*talk, answer, user(f"result {number}")])
@@ -267,7 +270,7 @@ def test_known_digests_are_those_of_the_messages(
 ) -> None:
     known = KnownDigests(most=8)
     for root, talk in asked:
-        for messages in (talk, [*talk, says("x"), user("y")]):
+        for messages in (talk, [*talk, assistant("x"), user("y")]):
             assert known.of(root, messages) == digests_of(root, messages)
 
 
@@ -283,10 +286,10 @@ def test_of_a_conversation_that_goes_on_only_the_new_is_looked_at(
     known, talk = KnownDigests(), [user("hi")]
     known.of(ROOT, talk)
     monkeypatch.setattr(message_tree, "fingerprint", looking)
-    new = [says("words", ("f", {"a": 1})), user("more")]
+    new = [assistant("words", ("f", {"a": 1})), user("more")]
     known.of(ROOT, [*talk, *new])
     assert looked == new
-    altered = [user("HI"), *new, says("x"), user("y")]
+    altered = [user("HI"), *new, assistant("x"), user("y")]
     known.of(ROOT, altered)
     assert looked[2:] == altered, "what was altered is looked at from its beginning"
 
@@ -332,8 +335,8 @@ def test_a_forks_inherited_turns_stay_so_when_it_comes_back_to_a_tree_that_knows
     tree = MessageTree()
     harness = Harness(tree)
     talk = [user("go")]
-    harness.turn(talk, says("one"))
-    talk += [says("one"), user("on")]
+    harness.turn(talk, assistant("one"))
+    talk += [assistant("one"), user("on")]
     (parent,) = tree.rows(OWNER)
     child = "job", "child"
 
@@ -356,7 +359,7 @@ def test_a_forks_inherited_turns_stay_so_when_it_comes_back_to_a_tree_that_knows
     turns, roots = saved_turns.of_bytes(of_parent)
     tree.adopt(child, turns, roots, inherited=True)
     assert restored(saved(child), child) == [0] * 5
-    harness.turn(talk, says("two"), "child")
+    harness.turn(talk, assistant("two"), "child")
     assert restored(saved(child), child) == [0] * 5 + [0, 0, 0, 1, 1]
 
 
@@ -368,9 +371,15 @@ def test_rows_that_cover_earlier_turns_count_their_tokens_as_recomputed() -> Non
         match = tree.find("job", ROOT, talk, "s")
         prompt = [*(match.node.ids() if match.node is not None else []), 7]
         node = tree.note(
-            OWNER, f"r{number}", match, prompt, says(f"{number}"), sampled=[1, 2], routing=routing
+            OWNER,
+            f"r{number}",
+            match,
+            prompt,
+            assistant(f"{number}"),
+            sampled=[1, 2],
+            routing=routing,
         )
-        talk += [says(f"{number}"), user("on")]
+        talk += [assistant(f"{number}"), user("on")]
     kept = [one.routing for one in tree.turns(node)]
     counted = [None if one is None else (one.begins, one.ends, one.recomputed) for one in kept]
     assert counted == [None, (0, 5, 1 + 2), (5, 8, 0), None, (0, 14, 8)]

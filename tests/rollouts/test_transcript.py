@@ -286,13 +286,16 @@ def test_an_event_taken_in_one_go_is_taken_as_any_other(
         usual.append(event(ids, count, spans=[(version, 0, count)]))
     found = []
     for kind in (Leg, _SlowLeg):
-        one, said = kind("e", EngineKind.BORROWED, "rid", version, 0, reused=reused), list[object]()
+        one, received = (
+            kind("e", EngineKind.BORROWED, "rid", version, 0, reused=reused),
+            list[object](),
+        )
         try:
             for given_event in (*usual, *events):
-                said.append(one.take(given_event))
+                received.append(one.take(given_event))
         except BrokenStream as error:
-            said.append(str(error))
+            received.append(str(error))
         else:  # of a stream that breaks only what was placed before counts
-            said.append({name: getattr(one, name) for name in Leg.__slots__})
-        found.append(said)
+            received.append({name: getattr(one, name) for name in Leg.__slots__})
+        found.append(received)
     assert found[0] == found[1]

@@ -109,10 +109,10 @@ class Stage:
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         fake = Fake(name, url, scheduler, runner, traceparents)
         fields: dict[str, Any] = {"gate_open": True, "cap": 8, "version": VERSION, **update}
-        said = EngineUpdate(engine=name, kind=kind, lease=LEASE, url=fake.url, **fields)
+        sent = EngineUpdate(engine=name, kind=kind, lease=LEASE, url=fake.url, **fields)
         token = self.router.service.settings.attach_token
         fake.owner = await self._stack.enter_async_context(
-            owner(self.router.attach_port, said, token)
+            owner(self.router.attach_port, sent, token)
         )
         while self.router.service.fleet.get(name) is None:
             await self.router.service.fleet.changed.wait()

@@ -92,7 +92,7 @@ class Trainer:
         self._begin()
         while self._under_way or self._ready:
             chosen = await self._next_batch()
-            await self._tell(chosen, Fate.TRAINED)
+            await self._conclude(chosen, Fate.TRAINED)
             await asyncio.sleep(STEP_SECONDS)
             self.version += 1
             await self._publish(self.version)
@@ -145,7 +145,7 @@ class Trainer:
             least = self.version - self._bound.staleness
             old = [one for one in self._ready if one.oldest < least]
             self._ready = [one for one in self._ready if one.oldest >= least]
-            await self._tell(old, Fate.DROPPED)
+            await self._conclude(old, Fate.DROPPED)
             last = not self._under_way and len(self._ready) < self._bound.batch
             if last and self._begun == len(self._kinds):
                 batch, self._ready = self._ready, []
@@ -160,7 +160,7 @@ class Trainer:
                 return batch
             await self._ended.wait()
 
-    async def _tell(self, groups: list[Group], fate: Fate) -> None:
+    async def _conclude(self, groups: list[Group], fate: Fate) -> None:
         for one in groups:
             self.moves += one.moves
             for _ in one.sessions:

@@ -84,11 +84,13 @@ async def fleet_of(
     engine: RealEngine, store: RunningStore, folder: Path, settings: Settings
 ) -> AsyncIterator[Fleet]:
     """A lease whose engine gets what is in the store."""
-    said = msgspec.structs.replace(update_of(engine, "ours"), kind=EngineKind.DEDICATED, version="")
+    reported = msgspec.structs.replace(
+        update_of(engine, "ours"), kind=EngineKind.DEDICATED, version=""
+    )
     async with (
         aiohttp.ClientSession() as http,
         running(settings) as router,
-        owner(router.attach_port, said, "secret") as ours,
+        owner(router.attach_port, reported, "secret") as ours,
     ):
         following = asyncio.create_task(follow(engine, store, ours, folder / "bundles"))
         try:

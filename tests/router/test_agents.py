@@ -143,8 +143,8 @@ async def test_twenty_turns_are_one_row_in_which_each_token_follows_from_those_b
             answer = await ask(
                 s, "/v1/messages", messages(*talk, max_tokens=9, rose={"session": "e"})
             )
-            said = answer["content"] or "nothing"
-            talk += [{"role": "assistant", "content": said}, user(f"result {number}")]
+            reported = answer["content"] or "nothing"
+            talk += [{"role": "assistant", "content": reported}, user(f"result {number}")]
         rows = (await s.get("/sessions/e/rows"))["rows"]
     (row,) = rows
     assert len(row["turns"]) == 20
@@ -188,19 +188,21 @@ async def test_a_stream_of_anthropics_says_what_the_whole_answer_says(stage: Sta
         talk += [{"role": "assistant", "content": whole["content"]}]
         talk += [result(whole["content"][-1], "")]
         whole = await ask(s, "/v1/messages", messages(*talk))
-        told = await events(s, "/v1/messages", messages(*talk))
-    assert told[0]["type"] == "message_start"
-    assert told[-1] == {"type": "message_stop"}
-    assert told[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-    assert told[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
-    assert [_said(block) for block in _blocks(told)] == [_said(one) for one in whole["content"]]
+        reported = await events(s, "/v1/messages", messages(*talk))
+    assert reported[0]["type"] == "message_start"
+    assert reported[-1] == {"type": "message_stop"}
+    assert reported[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert reported[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert [_text_of(block) for block in _blocks(reported)] == [
+        _text_of(one) for one in whole["content"]
+    ]
 
 
-def _blocks(told: list[Json]) -> list[Json]:
+def _blocks(answer: list[Json]) -> list[Json]:
     """Blocks of a stream, put together as Anthropic's own client does."""
     blocks: list[Json] = []
     open_at = None
-    for event in told:
+    for event in answer:
         match event:
             case {"type": "content_block_start", "index": index, "content_block": block}:
                 assert open_at is None
@@ -221,7 +223,7 @@ def _blocks(told: list[Json]) -> list[Json]:
     return blocks
 
 
-def _said(block: Json) -> Json:
+def _text_of(block: Json) -> Json:
     return {name: value for name, value in block.items() if name != "id"}
 
 
@@ -260,15 +262,15 @@ async def test_openais_responses_go_on_from_the_one_before(stage: Staging) -> No
 async def test_a_stream_of_responses_ends_with_the_whole_response(stage: Staging) -> None:
     async with stage(tokenizer=folder()) as s:
         await s.engine(script=Follows())
-        told = await events(s, "/v1/responses", responses("Look."))
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    assert [told[0]["type"], told[-1]["type"]] == ["response.created", "response.completed"]
-    items = told[-1]["response"]["output"]
-    done = [one["item"] for one in told if one["type"] == "response.output_item.done"]
+        reported = await events(s, "/v1/responses", responses("Look."))
+    assert [event["sequence_number"] for event in reported] == list(range(len(reported)))
+    assert [reported[0]["type"], reported[-1]["type"]] == ["response.created", "response.completed"]
+    items = reported[-1]["response"]["output"]
+    done = [one["item"] for one in reported if one["type"] == "response.output_item.done"]
     assert done == items
-    text = "".join(one["delta"] for one in told if one["type"] == "response.output_text.delta")
+    text = "".join(one["delta"] for one in reported if one["type"] == "response.output_text.delta")
     assert text == items[0]["content"][0]["text"] == "I shall look."
-    arguments = [e for e in told if e["type"] == "response.function_call_arguments.done"]
+    arguments = [e for e in reported if e["type"] == "response.function_call_arguments.done"]
     assert arguments[0]["arguments"] == items[1]["arguments"]
 
 
@@ -442,12 +444,12 @@ async def test_a_forced_call_runs_under_a_grammar_where_it_need_not_move(
         await until(lambda: len(s.router.service.queue) == 1)
         own = await s.engine("own", EngineKind.DEDICATED, script=Follows(recipe))
         answer = await asked
-        told = await events(s, path, body)
+        reported = await events(s, path, body)
     assert lent.scheduler.counters.requests == 0
     assert own.scheduler.counters.requests == 2
     items = answer.get("content") or answer["output"]
     assert [item["type"] for item in items] in (["tool_use"], ["function_call"])
-    assert json.dumps(told).count("command") >= 1
+    assert json.dumps(reported).count("command") >= 1
 
 
 async def test_rollouts_of_one_task_that_answer_alike_keep_their_own_turns(stage: Staging) -> None:
@@ -466,8 +468,8 @@ async def test_rollouts_of_one_task_that_answer_alike_keep_their_own_turns(stage
 async def test_a_responses_developer_messages_are_gone_on_from_too(stage: Staging) -> None:
     async with stage(tokenizer=folder()) as s:
         await s.engine(script=Follows())
-        said = [{"role": "developer", "content": "Be kind."}, user("Look.")]
-        first = await ask(s, "/v1/responses", responses(said))
+        found = [{"role": "developer", "content": "Be kind."}, user("Look.")]
+        first = await ask(s, "/v1/responses", responses(found))
         call_id = first["output"][-1]["call_id"]
         output = {"type": "function_call_output", "call_id": call_id, "output": "x"}
         second = await ask(
@@ -508,12 +510,12 @@ HALF = "Half: " + call("bash", '{"command": "\\ud83d"}')
 NAN = "None: " + call("bash", "NaN")
 
 
-@pytest.mark.parametrize("said", [WORDY, HALF, NAN])
+@pytest.mark.parametrize("message", [WORDY, HALF, NAN])
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
 async def test_a_stream_shows_the_words_of_the_whole_answer(
-    stage: Staging, path: str, said: str
+    stage: Staging, path: str, message: str
 ) -> None:
-    recipe = scripted_recipe("wordy", Script("", (said,)))
+    recipe = scripted_recipe("wordy", Script("", (message,)))
     body = messages(user("go"))
     if path == "/v1/responses":
         body = responses("go")
@@ -525,40 +527,40 @@ async def test_a_stream_shows_the_words_of_the_whole_answer(
         whole = await ask(s, path, body)
         async with s.post(path, {**body, "stream": True}) as reply:
             text = (await reply.read()).decode()
-    told = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    answer = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
     if path == "/v1/messages":
-        shown = "".join(one["text"] for one in _blocks(told) if one["type"] == "text")
+        shown = "".join(one["text"] for one in _blocks(answer) if one["type"] == "text")
         expected = "".join(one["text"] for one in whole["content"] if one["type"] == "text")
     elif path == "/v1/responses":
         kind = "response.output_text.delta"
-        shown = "".join(one["delta"] for one in told if one["type"] == kind)
+        shown = "".join(one["delta"] for one in answer if one["type"] == kind)
         parts = [one["content"][0]["text"] for one in whole["output"] if one["type"] == "message"]
         expected = "".join(parts)
     else:
-        shown = "".join(one["choices"][0]["delta"].get("content") or "" for one in told)
+        shown = "".join(one["choices"][0]["delta"].get("content") or "" for one in answer)
         expected = whole["choices"][0]["message"]["content"]
     assert shown == expected
-    assert ("tool_call" in expected) == (said is NAN), "what is no JSON stays among the words"
+    assert ("tool_call" in expected) == (message is NAN), "what is no JSON stays among the words"
 
 
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_pieces_of_each_part_add_up_to_what_is_said_at_its_end(
     stage: Staging, at_once: bool
 ) -> None:
-    said = "<think>Was it written? I think so.</think>\nIt was."
-    recipe = scripted_recipe("thinks", Script("", (said,)))
+    message = "<think>Was it written? I think so.</think>\nIt was."
+    recipe = scripted_recipe("thinks", Script("", (message,)))
     body = responses("Look.", rid="asked twice")
     async with stage(tokenizer=folder(recipe)) as s:
         await s.engine(script=Follows(recipe))
         if at_once:  # a turn that is over says everything in one event
             await ask(s, "/v1/responses", body)
-        told = await events(s, "/v1/responses", body)
+        reported = await events(s, "/v1/responses", body)
     for kind, text in (
         ("reasoning_text", "Was it written? I think so."),
         ("output_text", "It was."),
     ):
-        pieces = [one["delta"] for one in told if one["type"] == f"response.{kind}.delta"]
-        (done,) = [one["text"] for one in told if one["type"] == f"response.{kind}.done"]
+        pieces = [one["delta"] for one in reported if one["type"] == f"response.{kind}.delta"]
+        (done,) = [one["text"] for one in reported if one["type"] == f"response.{kind}.done"]
         assert "".join(pieces) == done == text
         assert (len(pieces) == 1) == at_once
 

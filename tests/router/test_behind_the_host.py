@@ -206,10 +206,10 @@ async def test_a_router_without_a_tokenizer_takes_the_models_from_its_engines_no
                 assert reply.status == 200, await reply.text()
         async with http.post(f"{url}/tokenize", json={"messages": chat}) as reply:
             assert (await reply.json())["tokens"] == Tokenizer(made).chat(chat, [], {})
-        told = await helpers.status_of(n.host, SLOTS[0])
+        result = await helpers.status_of(n.host, SLOTS[0])
         bearer = {"Authorization": f"Bearer {helpers.TOKEN}"}
-        async with http.get(f"{told.endpoint}/tokenizer", headers=bearer) as reply:
-            files = unpack(await reply.read(), told.tokenizer)
+        async with http.get(f"{result.endpoint}/tokenizer", headers=bearer) as reply:
+            files = unpack(await reply.read(), result.tokenizer)
         assert sorted(files) == ["tokenizer.json", "tokenizer_config.json"], "no link is followed"
-        async with http.get(f"{told.endpoint}/tokenizer") as reply:
+        async with http.get(f"{result.endpoint}/tokenizer") as reply:
             assert reply.status == 401

@@ -37,13 +37,13 @@ def keys(now: Callable[[], float] = time.time) -> ServiceAccounts:
 def bearer(
     audience: str = LEASE, account: str = "team:trainer", **claims: object
 ) -> dict[str, str]:
-    said = {
+    found = {
         "sub": f"system:serviceaccount:{account}",
         "aud": [audience],
         # Some are made when tests are collected, long before they run.
         "exp": int(time.time()) + 24 * 3600,
     }
-    token = jwt.encode({**said, **claims}, KEY, "RS256", headers={"kid": "k"})
+    token = jwt.encode({**found, **claims}, KEY, "RS256", headers={"kid": "k"})
     return {"Authorization": f"Bearer {token}"}
 
 
@@ -94,10 +94,10 @@ async def test_who_is_not_heard_is_told_why_and_what_to_do(
     stage: Make, headers: dict[str, str], wrong: str
 ) -> None:
     async with stage(accounts=keys()) as s, s.post("/generate", ASK, headers=headers) as reply:
-        said = (await reply.json())["message"]
-    assert wrong in said
+        answer = (await reply.json())["message"]
+    assert wrong in answer
     make = "kubectl create token ACCOUNT --namespace team --audience rose-lease/team/grpo"
-    assert make in said
+    assert make in answer
 
 
 def named(**changes: object) -> RouterCaller:

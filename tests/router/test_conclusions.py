@@ -23,8 +23,8 @@ async def play(s: Stage, *keys: str) -> None:
             assert reply.status == 200
 
 
-async def tell(s: Stage, **said: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
-    async with s.post("/trajectories", said) as reply:
+async def conclude(s: Stage, **fields: Any) -> dict[str, Any]:  # noqa: ANN401  # JSON
+    async with s.post("/trajectories", fields) as reply:
         return {"status": reply.status, **(await reply.json())}
 
 
@@ -38,10 +38,10 @@ async def test_trained_trajectories_count_once_and_by_their_reward(stage: Make) 
         await s.engine()
         await play(s, "a", "b", "c", "d")
         rewards = {"a": 1.0, "b": 0.5, "d": 1.0}
-        await tell(s, trained=["a", "b", "c"], dropped=["d"], rewards=rewards)
+        await conclude(s, trained=["a", "b", "c"], dropped=["d"], rewards=rewards)
         assert await counts(s) == (3, 1)
-        said = await tell(s, trained=["a", "b", "never"], rewards={"a": 1.0, "never": 1.0})
-        assert set(said["unknown"]) == {"a", "b", "never"}
+        result = await conclude(s, trained=["a", "b", "never"], rewards={"a": 1.0, "never": 1.0})
+        assert set(result["unknown"]) == {"a", "b", "never"}
         assert await counts(s) == (3, 1)
 
 
@@ -49,18 +49,18 @@ async def test_who_says_what_is_correct_is_believed_before_the_reward(stage: Mak
     async with stage() as s:
         await s.engine()
         await play(s, "a", "b")
-        await tell(s, trained=["a", "b"], correct=["b"], rewards={"a": 7.0, "b": 0.2})
+        await conclude(s, trained=["a", "b"], correct=["b"], rewards={"a": 7.0, "b": 0.2})
         assert await counts(s) == (2, 1)
-        assert (await tell(s, trained=[], correct="b"))["status"] == 400
+        assert (await conclude(s, trained=[], correct="b"))["status"] == 400
 
 
 async def test_the_operator_hears_the_counts_of_this_process(stage: Make) -> None:
     async with stage() as s:
         await s.engine()
         await play(s, "a")
-        await tell(s, trained=["a"], rewards={"a": 1.0})
+        await conclude(s, trained=["a"], rewards={"a": 1.0})
         service = s.router.service
-        heard, other = DemandFeed(service).note(), DemandFeed(service).note()
-    assert (heard.accepted, heard.correct) == (1, 1)
-    assert heard.instance
-    assert heard.instance != other.instance, "counts begin anew with a process"
+        received, other = DemandFeed(service).note(), DemandFeed(service).note()
+    assert (received.accepted, received.correct) == (1, 1)
+    assert received.instance
+    assert received.instance != other.instance, "counts begin anew with a process"

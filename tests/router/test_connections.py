@@ -212,15 +212,15 @@ async def test_a_spare_that_nobody_takes_is_no_error_of_a_turn(tmp_path: Path) -
 
 async def asked_over_one_that_closes(seconds: float) -> int:
     """Ask over a kept connection that is closed so much later; how many were made in the end."""
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
     async def once(writer: asyncio.StreamWriter) -> None:
-        if heard.is_set():
+        if received.is_set():
             await asyncio.sleep(seconds)
             writer.close()
-            heard.clear()
+            received.clear()
         else:
-            heard.set()
+            received.set()
             await fine(writer)
 
     async with engine(once) as (made, connections, place):
@@ -243,12 +243,12 @@ async def test_a_request_that_was_taken_is_not_sent_again_when_its_host_ends(
 
 @pytest.mark.parametrize("error", [TimeoutError(110, "timed out"), OSError(113, "no route")])
 async def test_a_host_that_falls_silent_is_out_of_reach_and_not_asked_again(error: OSError) -> None:
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
     async def first(writer: asyncio.StreamWriter) -> None:
-        if not heard.is_set():
+        if not received.is_set():
             await fine(writer)
-        heard.set()
+        received.set()
 
     async with engine(first) as (made, connections, place):
         await whole(await asked(connections, place))

@@ -44,8 +44,8 @@ def prompt(folder: Path, template: str = QWEN, **body: Any) -> str:  # noqa: ANN
 
 def test_arguments_of_calls_reach_the_template_as_an_object(tmp_path: Path) -> None:
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": CALL}]}
-    said = prompt(tmp_path, messages=[{"role": "user", "content": "hi"}, called])
-    assert said == '<user>hi<assistant>{"name": "look", "arguments": {"at": [1, 2]}}<assistant>'
+    reported = prompt(tmp_path, messages=[{"role": "user", "content": "hi"}, called])
+    assert reported == '<user>hi<assistant>{"name": "look", "arguments": {"at": [1, 2]}}<assistant>'
 
 
 @pytest.mark.parametrize("written", ["{not json", "[1]", "7"])
@@ -101,7 +101,7 @@ def test_the_generation_prompt_may_be_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "text"),
     [
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "hi"),
         ("{{ messages[0] | tojson(sort_keys=true, separators=(',', ':')) }}",
@@ -111,10 +111,10 @@ def test_the_generation_prompt_may_be_left_out(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_templates_find_what_transformers_gives_them(
-    tmp_path: Path, template: str, said: str
+    tmp_path: Path, template: str, text: str
 ) -> None:
     talk = [{"role": "user", "content": "hi"}]
-    assert prompt(tmp_path, template, messages=talk, reasoning_effort="low") == said
+    assert prompt(tmp_path, template, messages=talk, reasoning_effort="low") == text
 
 
 def test_a_broken_template_is_said_to_be_so(tmp_path: Path) -> None:
@@ -163,29 +163,29 @@ BY_LAST_QUESTION = (
 )
 
 
-def rounds(count: int, told: str = "user") -> list[dict[str, Any]]:
+def rounds(count: int, text: str = "user") -> list[dict[str, Any]]:
     """A first question and so many answers, each with what is told of it."""
     talk: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     for n in range(count):
         talk.append({"role": "assistant", "content": f"words {n}", "reasoning_content": f"t{n}"})
-        if told == "tool":
+        if text == "tool":
             talk[-1]["tool_calls"] = [{"id": f"c{n}", "type": "function", "function": CALL}]
-        talk.append({"role": told, "content": f"more {n}", "tool_call_id": f"c{n}"})
+        talk.append({"role": text, "content": f"more {n}", "tool_call_id": f"c{n}"})
     return talk
 
 
 @pytest.mark.parametrize("template", [QWEN, BY_CALLS, BY_NUMBER, BY_LAST_QUESTION])
-@pytest.mark.parametrize("told", ["user", "tool"])
+@pytest.mark.parametrize("text", ["user", "tool"])
 def test_what_follows_an_answer_is_what_the_whole_conversation_says(
-    tmp_path: Path, template: str, told: str
+    tmp_path: Path, template: str, text: str
 ) -> None:
     made = speaker(tmp_path, template)
     for count in range(1, 40):
-        talk = rounds(count, told)
+        talk = rounds(count, text)
         after = made.chat_after(talk, len(talk) - 2, [], {})
         if after is not None:  # else the whole is rendered
             whole = made.decode(made.chat(talk, [], {}))
-            assert whole.endswith(f"words {count - 1}" + made.decode(after)) or told == "tool"
+            assert whole.endswith(f"words {count - 1}" + made.decode(after)) or text == "tool"
             assert whole.endswith(made.decode(after))
 
 
@@ -208,13 +208,13 @@ BY_A_SWITCH = (
 )
 
 
-@pytest.mark.parametrize("told", ["user", "tool"])
+@pytest.mark.parametrize("text", ["user", "tool"])
 def test_a_persons_word_from_the_middle_of_a_conversation_holds_at_each_later_turn(
-    tmp_path: Path, told: str
+    tmp_path: Path, text: str
 ) -> None:
     made = speaker(tmp_path, BY_A_SWITCH)
     for count in range(12, 40):
-        talk = rounds(count, told)
+        talk = rounds(count, text)
         talk.insert(21, {"role": "user", "content": "shorter /no_think"})
         after = made.chat_after(talk, len(talk) - 2, [], {})
         assert after is not None

@@ -57,9 +57,9 @@ def test_a_turn_between_two_looks_is_seen() -> None:
     turns.end()
     turns.now = 1.0
     asked.look()
-    said = asked.note()
-    assert said.idle_seconds == 0.6
-    assert (said.live_turns, said.peak_turns) == (0, 1)
+    reported = asked.note()
+    assert reported.idle_seconds == 0.6
+    assert (reported.live_turns, reported.peak_turns) == (0, 1)
 
 
 def test_of_many_turns_only_the_first_after_none_costs_a_look() -> None:

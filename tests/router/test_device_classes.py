@@ -112,5 +112,5 @@ async def test_what_a_guard_has_measured_of_co_running_is_placements_and_on_the_
         views = {one.name: one.slowdown for one in s.router.service.fleet.views()}
         page = (await s.get("/engines"))["engines"]
     assert views == {"old": 0.0, "measured": 1.3}
-    said = {one["engine"]: one["serving_slowdown"] for one in page}
-    assert said == {"old": None, "measured": 1.3}
+    found = {one["engine"]: one["serving_slowdown"] for one in page}
+    assert found == {"old": None, "measured": 1.3}

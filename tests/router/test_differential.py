@@ -152,8 +152,8 @@ async def urls(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[
             start_engine(tmp_path_factory.mktemp("one"), RECIPE, version=VERSION, more=more)
         )
         router = await stack.enter_async_context(running(settings))
-        told = msgspec.structs.replace(update_of(engine, "one"), vocabulary=RECIPE.vocabulary)
-        await stack.enter_async_context(owner(router.attach_port, told, "secret"))
+        reported = msgspec.structs.replace(update_of(engine, "one"), vocabulary=RECIPE.vocabulary)
+        await stack.enter_async_context(owner(router.attach_port, reported, "secret"))
         yield engine.url, f"http://127.0.0.1:{router.http_port}"
 
 
@@ -167,8 +167,8 @@ async def test_a_lease_answers_as_the_engine_does_or_differs_by_name(
             direct, lease = [await answer(http, url, case) for url in urls]
             if (direct == lease) == bool(case.differs):
                 what = f"no longer differs: {case.differs}" if case.differs else "differs"
-                said = json.dumps(case.body)[:300]
-                wrong.append(f"{what}: {case.path} {said}\n  engine {direct}\n  lease  {lease}")
+                reported = json.dumps(case.body)[:300]
+                wrong.append(f"{what}: {case.path} {reported}\n  engine {direct}\n  lease  {lease}")
     assert len(cases) > 100
     assert not wrong, f"{len(wrong)} of {len(cases)}\n" + "\n".join(wrong)
 
@@ -192,6 +192,6 @@ async def answer(http: aiohttp.ClientSession, url: str, case: Case) -> object:
 def _choice(choice: Json) -> object:
     message = choice.get("message", {})
     calls = [one["function"] for one in message.get("tool_calls") or ()]
-    said = choice.get("text", message.get("content"))
+    reply = choice.get("text", message.get("content"))
     ended = choice["finish_reason"], choice["matched_stop"]
-    return choice["index"], said, calls, ended, choice["logprobs"]
+    return choice["index"], reply, calls, ended, choice["logprobs"]

@@ -48,12 +48,12 @@ async def test_an_answer_reaches_the_plugin_of_the_engine_that_its_sibling_runs_
             engine.owner.send(url=f"{base}/slot-1", token="secret", drafts=True)
             await until(lambda: s.router.service.fleet.bounds().drafts)
             async with s.post("/generate", asking(40)) as reply:
-                said = (await reply.json())["output_ids"]
+                answer = (await reply.json())["output_ids"]
             async with s.post("/generate", asking(4, min_p=0.5)) as reply:
                 assert reply.status == 422
                 assert "min_p" in await reply.text()
             sibling = asyncio.create_task(_answer(s, asking(3000)))
-            whole = [*PROMPT[-CONTEXT:], *said]
+            whole = [*PROMPT[-CONTEXT:], *answer]
             await until(lambda: any(whole in texts for texts in calls))
             sibling.cancel()
             await until(lambda: calls[-1] == [])  # the group has ended

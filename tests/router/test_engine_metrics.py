@@ -17,7 +17,7 @@ pytestmark = pytest.mark.asyncio
 Staging = Callable[..., AbstractAsyncContextManager[Stage]]
 
 
-async def told(stage: Stage) -> dict[str, float]:
+async def metrics_of(stage: Stage) -> dict[str, float]:
     """Samples by name, extra labels behind it."""
     async with stage.http.get(f"{stage.url}/metrics") as reply:
         text = await reply.text()
@@ -34,13 +34,13 @@ async def test_a_lease_tells_its_turns_and_its_kv_tokens_as_one_engine(stage: St
     async with stage() as s:
         await s.engine("open", token_seconds=0.02, cap=1, kv_tokens=1000)
         await s.engine("shut", gate_open=False, kv_tokens=500)
-        idle = await told(s)
+        idle = await metrics_of(s)
         body = {"input_ids": list(range(100)), "sampling_params": {"max_new_tokens": 50}}
         asking = [asyncio.create_task(_ask(s, body)) for _ in range(3)]
         await until(lambda: len(s.router.service.queue) == 2 and len(s.router.service.ledger) == 3)
-        busy = await told(s)
+        busy = await metrics_of(s)
         await asyncio.gather(*asking)
-        done = await told(s)
+        done = await metrics_of(s)
     assert idle["vllm:cache_config_info 1000"] == 1, "a gate that is shut holds nothing now"
     assert idle["vllm:num_requests_running"] == idle["vllm:kv_cache_usage_perc"] == 0
     assert busy["vllm:num_requests_running"] == busy["sglang:num_running_reqs"] == 1
@@ -59,6 +59,6 @@ async def _ask(stage: Stage, body: object) -> None:
 
 async def test_without_engines_there_is_no_capacity_to_be_shared(stage: Staging) -> None:
     async with stage() as s:
-        found = await told(s)
+        found = await metrics_of(s)
     assert not any(name.startswith("vllm:cache_config_info") for name in found)
     assert found["sglang:token_usage"] == 0

@@ -324,7 +324,7 @@ async def test_the_process_waits_serves_asks_for_tokens_and_ends_on_a_signal(
                     async with session.get(f"http://127.0.0.1:{http}{path}") as reply:
                         return reply.status
                 except aiohttp.ClientError:
-                    assert child.returncode is None, await said(child)
+                    assert child.returncode is None, await output_of(child)
                     return 0
 
             async with asyncio.timeout(90):
@@ -339,6 +339,6 @@ async def test_the_process_waits_serves_asks_for_tokens_and_ends_on_a_signal(
             await child.wait()
 
 
-async def said(child: asyncio.subprocess.Process) -> str:
+async def output_of(child: asyncio.subprocess.Process) -> str:
     assert child.stderr is not None
     return (await child.stderr.read()).decode()

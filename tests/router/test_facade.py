@@ -146,7 +146,7 @@ def test_a_broken_call_stays_in_the_text() -> None:
     ],
 )
 def test_what_may_become_a_call_is_not_streamed_as_words(text: str, shown: str) -> None:
-    assert chat.shown_words(text, {"tools": TOOLS}) == shown
+    assert chat.shown_text(text, {"tools": TOOLS}) == shown
 
 
 async def test_a_template_that_refuses_says_why(stage: Make, model: Path) -> None:

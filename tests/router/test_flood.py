@@ -85,8 +85,8 @@ async def statuses(http: aiohttp.ClientSession, url: str, data: bytes, count: in
 
 async def test_a_million_ids_for_every_one_of_four_thousand_answers() -> None:
     async with router() as one, aiohttp.ClientSession() as http:
-        said = await statuses(http, one.url, body(IDS, 4096), 4)
-        assert said.keys() <= {413, 503}, said
+        result = await statuses(http, one.url, body(IDS, 4096), 4)
+        assert result.keys() <= {413, 503}, result
         assert await alive(http, one)
         assert one.peak() < LIMIT
 
@@ -100,8 +100,8 @@ async def test_prompts_beyond_the_leases_context_are_refused_at_once() -> None:
 async def test_many_bodies_of_sixteen_mebibytes_at_once() -> None:
     large = b'{"input_ids":[1],"x":[' + b"{}," * (5 * MIB) + b"{}]}"
     async with router() as one, aiohttp.ClientSession() as http:
-        said = await statuses(http, one.url, large[: 16 * MIB - 1], 12)
-        assert said.keys() <= {400, 413, 422, 503}, said
+        result = await statuses(http, one.url, large[: 16 * MIB - 1], 12)
+        assert result.keys() <= {400, 413, 422, 503}, result
         assert await alive(http, one)
         assert one.peak() < LIMIT
 

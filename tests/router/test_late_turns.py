@@ -113,7 +113,7 @@ async def test_an_agent_that_acts_before_its_host_has_heard_of_the_turn_mixes_no
         await s.engine()
         await world.host.create("s")
         for number, ids in enumerate([[5], [5, 6], [5, 6, 7]], 1):
-            await world.said("s", f"echo {number} >> /home/log")
+            await world.output_of("s", f"echo {number} >> /home/log")
             log = (await world.host.exec("s", "cat /home/log", 5)).stdout.decode()
             given[tuple(ids)] = log
             if number == 2:
@@ -123,7 +123,7 @@ async def test_an_agent_that_acts_before_its_host_has_heard_of_the_turn_mixes_no
                 await until(lambda: idle(s))
                 continue
             await until(lambda: held.came > 0)
-            await world.said("s", "echo acted >> /home/log")
+            await world.output_of("s", "echo acted >> /home/log")
             held.step = ""
             if gone == "router":
                 clock = s.router.service.sandboxes
@@ -154,7 +154,7 @@ async def test_a_late_turn_has_its_record_where_its_agent_has_not_acted_yet(
     async with stage(sandbox_hosts={"": (held.url,)}, sandbox_token="word") as s:
         await s.engine()
         await world.host.create("s")
-        await world.said("s", "echo 1 >> /home/log")
+        await world.output_of("s", "echo 1 >> /home/log")
         await asyncio.sleep(0.5)  # as a model takes longer than an answer's way back
         held.step, held.back = "s", back
         await turn(s, [5])
@@ -163,6 +163,6 @@ async def test_a_late_turn_has_its_record_where_its_agent_has_not_acted_yet(
         held.freed.set()
         await until(lambda: idle(s))
         assert (await world.host.state("s")).recoverable_to == 1
-        await world.said("s", "echo acted >> /home/log")
+        await world.output_of("s", "echo acted >> /home/log")
     assert await check_moments(world, {(): "", (5,): "1\n"}) == [(), (5,)]
     await world.host.close()

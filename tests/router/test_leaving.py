@@ -27,11 +27,11 @@ class Ending:
         self.stage = stage
         self._told = asyncio.Event()
 
-    async def told(self) -> None:
+    async def announced(self) -> None:
         """Wait until it is told to end."""
         await self._told.wait()
 
-    async def tell(self) -> None:
+    async def announce(self) -> None:
         """Tell it, as SIGTERM does; returns when it has begun to end."""
         self._told.set()
         async with asyncio.timeout(30):
@@ -54,7 +54,7 @@ async def ending(lame_duck_seconds: float, token_seconds: float = 0.002) -> Asyn
             made = Ending(Stage(router, http, stack))
             await made.stage.engine(token_seconds=token_seconds)
             begun.set_result(made)
-            await made.told()
+            await made.announced()
 
     life = asyncio.create_task(live())
     either: set[asyncio.Future[Any]] = {life, begun}
@@ -84,7 +84,7 @@ async def test_while_load_balancers_send_callers_they_are_served_and_sent_elsewh
     ):
         url = end.stage.url
         assert "Connection" not in (await turn(kept, url)).headers
-        await end.tell()
+        await end.announce()
         # Over the connection that was there, and over one of a caller who comes now.
         for http in (kept, late):
             assert (await turn(http, url)).headers["Connection"] == "close"
@@ -97,7 +97,7 @@ async def test_while_load_balancers_send_callers_they_are_served_and_sent_elsewh
 async def test_a_turn_counts_as_it_is_asked_for_however_long_it_takes() -> None:
     async with ending(3, token_seconds=3600) as end, aiohttp.ClientSession() as late:
         service = end.stage.router.service
-        await end.tell()
+        await end.announce()
         asking = asyncio.create_task(turn(late, end.stage.url))
         async with asyncio.timeout(30):
             while not len(service.ledger):  # noqa: ASYNC110  # in its own task
@@ -117,15 +117,15 @@ async def test_who_has_dialled_as_it_closes_is_told_and_not_cut_off() -> None:
         await turn(end.stage.http, end.stage.url)  # whoever came before has been taken
         # The kernel has taken these, and the router at most a few of them.
         waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
-        await end.tell()
+        await end.announce()
         callers = [silent, *[await asyncio.open_connection(sock=one) for one in waiting]]
         for _, writer in callers:
             writer.write(request)
         for reader, writer in callers:
-            said = await asyncio.wait_for(reader.read(), 20)
-            assert said.startswith(b"HTTP/1.1 503"), said
-            assert b'"Draining"' in said
-            assert b"Retry-After: 5" in said
+            output = await asyncio.wait_for(reader.read(), 20)
+            assert output.startswith(b"HTTP/1.1 503"), output
+            assert b'"Draining"' in output
+            assert b"Retry-After: 5" in output
             writer.close()
 
 

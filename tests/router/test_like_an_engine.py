@@ -83,8 +83,8 @@ async def test_a_model_is_sampled_as_its_makers_say_where_the_request_does_not(
 ) -> None:
     """Penalties apart: a turn that has one cannot move between engines."""
     model = Path(shutil.copytree(folder(), tmp_path / "model"))
-    told = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
-    (model / "generation_config.json").write_text(json.dumps(told))
+    found = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    (model / "generation_config.json").write_text(json.dumps(found))
     async with stage(tokenizer=model) as s:
         await s.engine()
         semantics = []

@@ -114,9 +114,9 @@ async def test_a_head_that_does_not_come_is_408(stage: Make) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port)
         writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nX-Slow: ")
         async with asyncio.timeout(30):
-            said = await reader.read()
-        assert said.startswith(b"HTTP/1.1 408 ")
-        assert b"head did not come in time" in said
+            output = await reader.read()
+        assert output.startswith(b"HTTP/1.1 408 ")
+        assert b"head did not come in time" in output
         writer.close()
 
 

@@ -235,7 +235,7 @@ async def test_a_chat_of_a_hundred_turns_costs_what_its_messages_are_long(
     async with stage(tokenizer=speaking(PLAIN + ENDS, tmp_path)) as s:
         await s.engine(script=Follows(RECIPE), token_seconds=0.0001)
         spent = {turns: await talked(s, monkeypatch, turns) for turns in (50, 100)}
-    for rendered, said in spent.values():
-        assert rendered < 8 * said
+    for rendered, reported in spent.values():
+        assert rendered < 8 * reported
     # Twice the turns: about twice the work, where the square would be four times.
     assert spent[100][0] < 2.6 * spent[50][0]

@@ -517,9 +517,9 @@ async def test_a_text_of_ten_megabytes_is_read_no_further_than_its_beginning(
         assert (await reader.readline()).split()[1] == b"413"
         answer = await reader.readuntil(b"\r\n\r\n")
         length = int(answer.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-        said = json.loads(await reader.readexactly(length))
-        assert said["error"]["type"] == "TooLarge"
-        assert "8388608 are read at most" in said["message"]
+        reply = json.loads(await reader.readexactly(length))
+        assert reply["error"]["type"] == "TooLarge"
+        assert "8388608 are read at most" in reply["message"]
         writer.close()
 
 
@@ -592,12 +592,12 @@ async def test_a_long_chat_makes_the_prompt_that_a_short_one_would(stage: Stagin
         talk = [{"role": "user", "content": "word " * 40_000}]
         async with s.post("/tokenize", {"messages": talk}) as reply:
             assert (await reply.json())["tokens"] == Tokenizer(folder()).chat(talk, [], {})
-        said = {"messages": talk, "max_tokens": 200, "rose": {"session": "s"}}
-        async with s.post("/v1/chat/completions", said) as reply:
+        found = {"messages": talk, "max_tokens": 200, "rose": {"session": "s"}}
+        async with s.post("/v1/chat/completions", found) as reply:
             answer = await reply.json()
             assert reply.status == 200, answer
         talk += [answer["choices"][0]["message"], {"role": "user", "content": "on"}]
-        async with s.post("/v1/chat/completions", said) as reply:
+        async with s.post("/v1/chat/completions", found) as reply:
             again = await reply.json()
         history = again["choices"][0]["rose"]["history"]
         assert history["known_messages"] == 2

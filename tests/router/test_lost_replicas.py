@@ -32,12 +32,12 @@ STREAM_HEAD = (
 
 
 @asynccontextmanager
-async def dying(said: bytes) -> AsyncIterator[str]:
+async def dying(text: bytes) -> AsyncIterator[str]:
     """Somebody who reads a request, says this much and dies; the URL."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(said)
+        writer.write(text)
         await writer.drain()
         writer.close()
 
@@ -47,14 +47,14 @@ async def dying(said: bytes) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def hanging(said: bytes) -> AsyncIterator[str]:
+async def hanging(text: bytes) -> AsyncIterator[str]:
     """Somebody who takes every connection, says this much and then nothing; the URL."""
     gone = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await reader.readuntil(b"\r\n\r\n")
         if request.startswith(b"POST"):
-            writer.write(said)
+            writer.write(text)
         await gone.wait()
         writer.close()
 
@@ -97,11 +97,11 @@ async def read_into(seen: list[bytes], reply: aiohttp.ClientResponse) -> None:
         seen.append(chunk)
 
 
-@pytest.mark.parametrize("said", [b"", JSON_HEAD, JSON_HEAD + b'{"text"'])
+@pytest.mark.parametrize("text", [b"", JSON_HEAD, JSON_HEAD + b'{"text"'])
 async def test_a_replica_that_dies_before_its_answer_is_whole_costs_the_caller_nothing(
-    stage: Make, said: bytes
+    stage: Make, text: bytes
 ) -> None:
-    async with dying(said) as url, beside(stage, url) as s:
+    async with dying(text) as url, beside(stage, url) as s:
         await s.engine("e", cap=8)
         assert await whole(s) == continuation(PROMPT, 12, VERSION)
 
@@ -117,8 +117,8 @@ async def test_a_stream_that_has_not_begun_comes_from_another_replica(stage: Mak
 
 async def test_a_stream_that_has_begun_says_why_it_is_cut_and_is_never_whole(stage: Make) -> None:
     event = b'data: {"text":"x"}\n\n'
-    said = STREAM_HEAD + b"%x\r\n%b\r\n" % (len(event), event)
-    async with dying(said) as url, beside(stage, url) as s:
+    reported = STREAM_HEAD + b"%x\r\n%b\r\n" % (len(event), event)
+    async with dying(reported) as url, beside(stage, url) as s:
         await s.engine("e", cap=8)
         seen: list[bytes] = []
         async with s.post("/generate", ask(session_id=KEY, stream=True)) as reply:
@@ -133,11 +133,11 @@ async def test_a_stream_that_has_begun_says_why_it_is_cut_and_is_never_whole(sta
 
 
 @pytest.mark.usefixtures("hasty")
-@pytest.mark.parametrize("said", [b"", JSON_HEAD, STREAM_HEAD])
+@pytest.mark.parametrize("text", [b"", JSON_HEAD, STREAM_HEAD])
 async def test_a_replica_that_hangs_over_a_request_costs_the_caller_nothing(
-    stage: Make, said: bytes
+    stage: Make, text: bytes
 ) -> None:
-    async with hanging(said) as url, beside(stage, url) as s, asyncio.timeout(60):
+    async with hanging(text) as url, beside(stage, url) as s, asyncio.timeout(60):
         await s.engine("e", cap=8)
         assert await whole(s) == continuation(PROMPT, 12, VERSION)
         # Known to hang, it is not asked again.
@@ -147,8 +147,8 @@ async def test_a_replica_that_hangs_over_a_request_costs_the_caller_nothing(
 @pytest.mark.usefixtures("hasty")
 async def test_a_stream_of_a_replica_that_hangs_says_why_it_is_cut(stage: Make) -> None:
     event = b'data: {"text":"x"}\n\n'
-    said = STREAM_HEAD + b"%x\r\n%b\r\n" % (len(event), event)
-    async with hanging(said) as url, beside(stage, url) as s, asyncio.timeout(60):
+    reported = STREAM_HEAD + b"%x\r\n%b\r\n" % (len(event), event)
+    async with hanging(reported) as url, beside(stage, url) as s, asyncio.timeout(60):
         await s.engine("e", cap=8)
         seen: list[bytes] = []
         async with s.post("/generate", ask(session_id=KEY, stream=True)) as reply:
@@ -196,9 +196,9 @@ async def test_a_replica_that_lives_passes_on_even_what_has_not_changed(
 ) -> None:
     monkeypatch.setattr(peers, "RELAY_BEAT_SECONDS", 0.02)
     async with stage() as two:
-        said: list[object] = []
+        received: list[object] = []
         fleet = two.router.service.fleet
-        monkeypatch.setattr(fleet, "apply", lambda update, stream: said.append(update))
+        monkeypatch.setattr(fleet, "apply", lambda update, stream: received.append(update))
 
         async def resolve() -> list[Peer]:
             return [Peer("one", "", ""), Peer("two", two.url, f"127.0.0.1:{port}")]
@@ -206,7 +206,7 @@ async def test_a_replica_that_lives_passes_on_even_what_has_not_changed(
         port = two.router.attach_port
         async with stage(replica="one", replicas=resolve) as one:
             await one.engine("e")
-            await until(lambda: len(said) > 3 and said[-1] == said[-2])
+            await until(lambda: len(received) > 3 and received[-1] == received[-2])
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])

@@ -109,7 +109,7 @@ def _are_apart(reader: Speed, writer: Speed) -> bool:
 async def test_turns_that_read_much_and_turns_that_write_much_part(
     engines: list[RealEngine],
 ) -> None:
-    said = [
+    found = [
         msgspec.structs.replace(update_of(one, name), device_class=name, cap=1)
         for one, name in zip(engines, ("reader", "writer"), strict=True)
     ]
@@ -121,7 +121,7 @@ async def test_turns_that_read_much_and_turns_that_write_much_part(
         await http.post(f"{slow_to_write.url}/slow_down", json=waits)
         with throttled(slow_to_read):
             for _ in range(LESSONS):
-                for update in said:
+                for update in found:
                     async with owner(router.attach_port, update, "secret"):
                         for size in (READS, WRITES):
                             await caller.turn(size)
@@ -129,8 +129,8 @@ async def test_turns_that_read_much_and_turns_that_write_much_part(
                 if _are_apart(speeds["reader"], speeds["writer"]):
                     break
             async with (
-                owner(router.attach_port, said[0], "secret"),
-                owner(router.attach_port, said[1], "secret"),
+                owner(router.attach_port, found[0], "secret"),
+                owner(router.attach_port, found[1], "secret"),
             ):
                 read = [await caller.turn(READS) for _ in range(TURNS)]
                 written = [await caller.turn(WRITES) for _ in range(TURNS)]

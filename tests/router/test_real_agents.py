@@ -59,12 +59,12 @@ async def test_an_agents_task_survives_an_engine_and_its_row_is_what_the_engines
         url = f"http://127.0.0.1:{router.http_port}"
         await http.post(f"{first.url}/slow_down", json={"forward_sleep_time": 0.05})
         talk: list[Json] = [{"role": "user", "content": "Look into a.txt."}]
-        said: list[str] = []
+        received: list[str] = []
         async with owner(router.attach_port, update_of(second, "second"), "secret"):
             killing = asyncio.create_task(kill_in_second_answer(router, first))
             for result in ("", "one", None):
                 answer = await ask(http, url, talk)
-                said += [block["type"] for block in answer["content"]]
+                received += [block["type"] for block in answer["content"]]
                 if result is not None:
                     call = answer["content"][-1]
                     done = {"type": "tool_result", "tool_use_id": call["id"], "content": result}
@@ -74,7 +74,7 @@ async def test_an_agents_task_survives_an_engine_and_its_row_is_what_the_engines
             async with http.get(f"{url}/sessions/task/rows") as reply:
                 (row,) = (await reply.json())["rows"]
             forced = await read(http, second, row["ids"])
-    assert said == ["text", "tool_use", "thinking", "text", "tool_use", "text"]
+    assert received == ["text", "tool_use", "thinking", "text", "tool_use", "text"]
     text = Tokenizer(folder())
     turns = [text.decode(row["ids"][one["start"] : one["end"]]) for one in row["turns"]]
     assert turns == list(BASH.answers)

@@ -156,8 +156,8 @@ async def test_a_turn_that_leaves_inside_its_stop_string_ends_as_if_it_had_staye
     assert moved["text"] == stayed["text"]
     assert moved["meta_info"]["finish_reason"] == stayed["meta_info"]["finish_reason"]
     assert all(moved["text"].startswith(event["text"]) for event in shown)
-    told = [entry[1] for entry in moved["meta_info"]["output_token_logprobs"]]
-    assert told == stayed["output_ids"]
+    output = [entry[1] for entry in moved["meta_info"]["output_token_logprobs"]]
+    assert output == stayed["output_ids"]
 
 
 async def test_the_distribution_that_was_sampled_from_is_kept_over_a_move(lease: Lease) -> None:

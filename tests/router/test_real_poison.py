@@ -33,14 +33,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
 async def test_no_request_of_the_matrix_ends_an_engine(
     engine: RealEngine, kind: EngineKind
 ) -> None:
-    said = msgspec.structs.replace(
+    reported = msgspec.structs.replace(
         update_of(engine, "only"), kind=kind, vocabulary=vocabulary(engine.model)
     )
     settings = Settings(lease="team/grpo", attach_token="secret", queue=QueueLimits(seconds=20))
     async with (
         aiohttp.ClientSession() as http,
         running(settings) as router,
-        owner(router.attach_port, said, "secret"),
+        owner(router.attach_port, reported, "secret"),
     ):
         url = f"http://127.0.0.1:{router.http_port}"
         dead = lambda: [] if engine.process.poll() is None else ["only"]  # noqa: E731

@@ -65,9 +65,9 @@ async def test_a_greedy_turn_that_changes_engines_has_the_tokens_of_one(
     assert answer["output_ids"] == alone["output_ids"] == other["output_ids"]
     # One distribution for all tokens, whichever engine sampled them.
     assert rose["logprob_semantics"].startswith("log_softmax(logits) before")
-    told = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    output = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
     wanted = [entry[0] for entry in alone["meta_info"]["output_token_logprobs"]]
-    assert told == pytest.approx(wanted, abs=0.06)
+    assert output == pytest.approx(wanted, abs=0.06)
 
 
 async def test_a_turn_that_vllm_refuses_waits_for_an_sglang(engines: Engines) -> None:
@@ -99,12 +99,12 @@ async def test_both_say_the_same_of_the_likeliest_tokens(engines: Engines) -> No
         assert len(meta["output_top_logprobs"]) == 8
         assert len(first) == 2
         assert first[0][0] > first[1][0]
-    said = [
+    output = [
         (await _of(engine, body | {"input_ids": [104]}))["meta_info"]["output_top_logprobs"][0]
         for engine in engines.values()
     ]
-    assert [entry[1] for entry in said[0]] == [entry[1] for entry in said[1]]
-    assert [entry[0] for entry in said[0]] == pytest.approx([e[0] for e in said[1]], abs=0.06)
+    assert [entry[1] for entry in output[0]] == [entry[1] for entry in output[1]]
+    assert [entry[0] for entry in output[0]] == pytest.approx([e[0] for e in output[1]], abs=0.06)
 
 
 async def test_a_stop_string_ends_both_at_the_same_token(engines: Engines) -> None:

@@ -46,7 +46,7 @@ async def playing(recording: bytes) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-def said(recording: bytes) -> tuple[list[int], list[float], str]:
+def contents(recording: bytes) -> tuple[list[int], list[float], str]:
     """Tokens, log-probs and text, told from the words of the recording alone."""
     frames = [line[6:] for line in recording.split(b"\n\n") if line.startswith(b"data: {")]
     bodies = [msgspec.json.decode(frame) for frame in frames]
@@ -60,7 +60,7 @@ def said(recording: bytes) -> tuple[list[int], list[float], str]:
 @pytest.mark.parametrize("name", RECORDINGS)
 async def test_every_shape_gives_each_token_once_with_its_own_log_prob(name: str) -> None:
     recording = RECORDINGS[name]
-    ids, logprobs, text = said(recording)
+    ids, logprobs, text = contents(recording)
     leg = Leg("e", EngineKind.BORROWED, "r", VERSION, 0)
 
     def take(events: Iterable[StreamEvent]) -> bool:
@@ -85,7 +85,7 @@ async def test_every_shape_gives_each_token_once_with_its_own_log_prob(name: str
 @pytest.mark.parametrize("name", RECORDINGS)
 async def test_the_engines_own_client_reads_every_shape_alike(name: str) -> None:
     recording = RECORDINGS[name]
-    ids, logprobs, text = said(recording)
+    ids, logprobs, text = contents(recording)
     async with playing(recording) as url, TurnClient(url) as client:
         events = [event async for event in client.stream([5], {})]
     assert events[-1].output_ids == tuple(ids)

@@ -189,12 +189,12 @@ async def test_aborts_and_pauses_reach_every_replica(
 async def test_what_is_refused_here_is_answered_when_the_others_have_been_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refused, told = asyncio.Event(), list[str]()
+    refused, received = asyncio.Event(), list[str]()
 
-    async def tell(peer: Peer, *_: object, **__: object) -> bytes:
+    async def post_to(peer: Peer, *_: object, **__: object) -> bytes:
         await refused.wait()
         await asyncio.sleep(0)
-        told.append(peer.name)
+        received.append(peer.name)
         return b""
 
     async def refuse(_: web.Request) -> web.StreamResponse:
@@ -204,7 +204,7 @@ async def test_what_is_refused_here_is_answered_when_the_others_have_been_told(
     async def resolve() -> list[Peer]:
         return [Peer(name, "", "") for name in NAMES]
 
-    monkeypatch.setattr(forward, "_post_to_peer", tell)
+    monkeypatch.setattr(forward, "_post_to_peer", post_to)
     replicas = peers.Peers("one", Fleet(time.monotonic, 2.0), resolve, "")
     await replicas.start()
     async with ClientSession() as session:
@@ -212,7 +212,7 @@ async def test_what_is_refused_here_is_answered_when_the_others_have_been_told(
         asked = make_mocked_request("POST", "/pause_generation", payload=EMPTY_PAYLOAD)
         with pytest.raises(BadRequest):
             await passing(asked, refuse)
-    assert told == ["two"]
+    assert received == ["two"]
     await replicas.close()
 
 
@@ -245,12 +245,12 @@ async def test_a_replica_that_ends_does_not_wait_for_turns_of_others_without_end
     async def caller(s: Stage) -> tuple[int, bytes]:
         body = ask(1000, session_id=key_of("one"), stream=stream)
         async with s.post("/generate", body) as reply:
-            said = b""
+            result = b""
             with suppress(ClientError):  # a stream without its end
                 async for piece in reply.content.iter_any():
                     begun.set()
-                    said += piece
-            return reply.status, said
+                    result += piece
+            return reply.status, result
 
     async with stage(replica="one", replicas=resolve) as one:
         async with stage(replica="two", replicas=resolve) as two:
@@ -262,8 +262,8 @@ async def test_a_replica_that_ends_does_not_wait_for_turns_of_others_without_end
             await until(lambda: len(one.router.service.ledger) == 1)
             if stream:
                 await begun.wait()
-        status, said = await asking
-    assert (status, b'"Draining"' in said) == (200 if stream else 503, True), said
+        status, result = await asking
+    assert (status, b'"Draining"' in result) == (200 if stream else 503, True), result
 
 
 async def test_an_end_waits_for_what_was_passed_on_too(stage: Make) -> None:
@@ -322,14 +322,17 @@ async def test_a_conversation_without_a_key_stays_exact_wherever_its_turns_arriv
     async with pair(tokenizer=folder()) as (one, two):
         await one.engine("a")
         await known(two, "a", 4)
-        said: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+        received: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
         for number in range(4):
-            body = {"messages": said, "max_tokens": 4}
+            body = {"messages": received, "max_tokens": 4}
             async with (one, two)[number % 2].post("/v1/messages", body) as reply:
                 answer = await reply.json()
                 assert reply.status == 200, answer
             content = answer["content"] or "nothing"
-            said += [{"role": "assistant", "content": content}, {"role": "user", "content": "on"}]
+            received += [
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": "on"},
+            ]
         key = answer["rose"]["session"]
         rows = [(await s.get(f"/sessions/{key}/rows"))["rows"] for s in (one, two)]
         missing = await two.get("/sessions/nobody/rows")
@@ -375,8 +378,8 @@ async def test_all_replicas_know_the_sessions_that_one_has_forked(
         for turn in (1, 2):
             body = {"messages": talk, "max_tokens": 5, "session_id": parent}
             async with one.post("/v1/chat/completions", body) as reply:
-                said = (await reply.json())["choices"][0]["message"]["content"]
-            talk += [{"role": "assistant", "content": said}, {"role": "user", "content": "on"}]
+                answer = (await reply.json())["choices"][0]["message"]["content"]
+            talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "on"}]
             await until(partial(saved, turn))
             await until(lambda: host.host._box(parent).clock.phase == "acting")
         async with one.post(f"/sessions/{parent}/fork", {"n": 8}) as reply:
@@ -386,8 +389,8 @@ async def test_all_replicas_know_the_sessions_that_one_has_forked(
         for child in made["sessions"]:
             body = {"messages": talk[:3], "max_tokens": 5, "session_id": child}
             async with two.post("/v1/chat/completions", body) as reply:
-                told = (await reply.json())["choices"][0]["rose"]["history"]
-            assert told["known_messages"] == 2, "its home knows what the other replica forked"
+                document = (await reply.json())["choices"][0]["rose"]["history"]
+            assert document["known_messages"] == 2, "its home knows what the other replica forked"
     await host.host.close()
     await runner.cleanup()
 
@@ -417,7 +420,7 @@ async def test_a_session_ends_with_the_tokens_of_its_last_turn_whichever_replica
             async with s.http.post(f"{s.url}/generate", json=body, headers=mine) as reply:
                 ids = [*ids, *(await reply.json())["output_ids"], 7]
             await until(partial(is_saved, host, turn))
-            await host.said("s", f"echo {turn} > /home/a")
+            await host.output_of("s", f"echo {turn} > /home/a")
         at = both[asked]
         async with at.http.post(f"{at.url}/finish_session?session_id=s") as reply:
             assert reply.status == 200
@@ -425,7 +428,7 @@ async def test_a_session_ends_with_the_tokens_of_its_last_turn_whichever_replica
         assert host.records.turns("s") == (0, 1, 2, 3)
         back = await host.host.restore("s")
         assert list(back.ids) == ids[:-1]
-        assert await host.said("s", "cat /home/a") == "2"
+        assert await host.output_of("s", "cat /home/a") == "2"
     await host.host.close()
     await runner.cleanup()
 

@@ -127,8 +127,8 @@ async def test_a_trainer_says_which_tokens_come_before_an_answer(stage: Make) ->
         await s.engine()
         client = client_of(s)
         await verl.reported(client, "uid-1", loop(client, "a", "b", "c"), validate=False)
-        said = {"a": 3, "b": 10**6, "c": 3}
-        assert await report_async(s.url, {"a": 1.0, "b": 1.0}, {"c": 1.0}, reasoning=said)
+        found = {"a": 3, "b": 10**6, "c": 3}
+        assert await report_async(s.url, {"a": 1.0, "b": 1.0}, {"c": 1.0}, reasoning=found)
         totals = s.router.service.ledger.totals
         assert 3 < totals.reasoning_tokens < totals.trained_tokens, "at most a trajectory's own"
         async with aiohttp.ClientSession() as session:
@@ -168,18 +168,18 @@ async def test_a_loop_of_verls_that_fails_has_ended_too(stage: Make) -> None:
 
 
 def test_a_batch_of_verls_without_sessions_reports_nothing() -> None:
-    said: list[dict[str, float | None]] = []
-    verl.reporting(lambda _: None, dict.get, said.append)({})
-    assert said == [{}]
+    received: list[dict[str, float | None]] = []
+    verl.reporting(lambda _: None, dict.get, received.append)({})
+    assert received == [{}]
 
 
 def test_a_batch_that_cannot_be_read_is_trained_on_all_the_same() -> None:
-    said: list[dict[str, float | None]] = []
-    actors = verl.reporting(len, dict.get, said.append)
+    received: list[dict[str, float | None]] = []
+    actors = verl.reporting(len, dict.get, received.append)
     assert actors({verl.SESSIONS: ["a", "b"], "token_level_scores": torch.ones(1, 4)}) == 2
-    convert = skyrl.reporting_conversion(lambda _, output, uids: len(uids), said.append)
+    convert = skyrl.reporting_conversion(lambda _, output, uids: len(uids), received.append)
     assert convert(None, {"rewards": [object()]}, ["7"]) == 1
-    assert said == [{}, {}]
+    assert received == [{}, {}]
 
 
 def test_a_batch_of_verls_whose_rows_are_of_one_session_says_so_once() -> None:
@@ -289,13 +289,13 @@ async def test_slimes_own_hooks_say_what_was_trained_on_and_what_its_filters_dro
 def test_a_reward_of_several_is_read_by_slimes_reward_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[Any] = []
+    received: list[Any] = []
     monkeypatch.setenv("ROSE_ROUTER_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(slime, "report", lambda *given, **_: said.append(given[1:]))
+    monkeypatch.setattr(slime, "report", lambda *given, **_: received.append(given[1:]))
     groups = [[Sample("a", {"score": 0.5}), Sample("b")]]
     slime.mark_trained(None, groups)
     slime.report_samples(SimpleNamespace(reward_key="score"), groups, None)
-    assert said == [({"a": 0.5, "b": None}, {})]
+    assert received == [({"a": 0.5, "b": None}, {})]
 
 
 GENERATE = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}}
@@ -391,11 +391,11 @@ async def test_a_report_is_tried_again_where_that_may_help(
     for blocking in (True, False):
         flaky = Flaky(*answers)
         url, runner = await flaky.start()
-        said: dict[str, float | None] = {"a": 1.0, "b": math.nan, "c": None}
+        found: dict[str, float | None] = {"a": 1.0, "b": math.nan, "c": None}
         if blocking:
-            assert await asyncio.to_thread(report, url, said) is taken
+            assert await asyncio.to_thread(report, url, found) is taken
         else:
-            assert await report_async(url, said) is taken
+            assert await report_async(url, found) is taken
         assert not flaky.answers
         assert flaky.bodies[0]["rewards"] == {"a": 1.0}  # what is not known is not said
         await runner.cleanup()

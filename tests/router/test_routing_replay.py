@@ -105,18 +105,18 @@ def test_rows_of_tokens_that_a_turn_does_not_have_are_left_out(more: int) -> Non
     turn = Turn(request, 0.0, Transcript((1, 2, 3)))
     leg = Leg("a", EngineKind.DEDICATED, "r", "run@1.0", 0)
     rows = base64.b64encode(bytes(8 * (4 + 2 * more))).decode()
-    ids, said = [7, 8, 9, 10][: 2 + 2 * more], {"type": "stop"}
+    ids, reported = [7, 8, 9, 10][: 2 + 2 * more], {"type": "stop"}
     meta = {"routed_experts": rows, "completion_tokens": len(ids)}
-    leg.take(StreamEvent(ids, len(ids), finish=said, label="run@1.0", meta=meta))
-    leg.end(2, said)
+    leg.take(StreamEvent(ids, len(ids), finish=reported, label="run@1.0", meta=meta))
+    leg.end(2, reported)
     turn.transcript.fold(leg)
     turn.last_meta = leg.meta
     found = routing_of(turn)
     assert found == Routing(bytes(32), 0, 8)
-    turn.state, turn.finish = TurnState.DONE, said
-    told = sglang(turn, None)["meta_info"]["routed_experts"]
-    assert base64.b64decode(told) == bytes(32)
-    assert (told is rows) is (not more), "what the engine said is handed on where nothing is cut"
+    turn.state, turn.finish = TurnState.DONE, reported
+    shown = sglang(turn, None)["meta_info"]["routed_experts"]
+    assert base64.b64decode(shown) == bytes(32)
+    assert (shown is rows) is (not more), "what the engine said is handed on where nothing is cut"
 
 
 async def test_a_turn_that_moved_between_borrowed_engines_has_the_rows_of_all_its_tokens(

@@ -102,8 +102,8 @@ async def test_turns_of_the_router_are_boundaries_of_the_sandbox(
             async with s.post("/generate", generate("s", [5, 6, 7, turn])) as reply:
                 assert reply.status == 200
             await until(lambda: idle(s.router.service))
-            told = await two.world.host.state("s")
-            assert (told.turn, told.phase, told.recoverable_to) == (turn, "acting", turn)
+            result = await two.world.host.state("s")
+            assert (result.turn, result.phase, result.recoverable_to) == (turn, "acting", turn)
         record = two.world.records.read("s", 2)
         assert two.world.records.ids(record) == (5, 6, 7, 2)
         assert record.weight_versions == ("run@1.0",)
@@ -168,9 +168,9 @@ async def test_the_successor_of_a_dead_host_is_found_at_once(
     url = f"http://sandboxes:{one.url.rpartition(':')[2]}"
     async with aiohttp.ClientSession() as http:
         hosts = SandboxHosts({"": (url,)}, lambda: "word", http, time.monotonic, resolve)
-        at, said = await hosts.go_on("", "s", "restore", {})
+        at, result = await hosts.go_on("", "s", "restore", {})
     assert at == one.url
-    assert said["ids"] == [1, 2]
+    assert result["ids"] == [1, 2]
     assert asked == ["sandboxes", "sandboxes"]
 
 
@@ -191,8 +191,8 @@ async def test_a_host_that_says_nothing_is_left_for_one_that_does(
         hosts = SandboxHosts(*given, beats=beats)
         hosts.settle("", "s", url)
         async with asyncio.timeout(LONG_SECONDS / 2):  # the call itself would end too
-            at, said = await hosts.go_on("", "s", step, {"n": 1} if step == "fork" else {})
-    assert (at, said["ids"]) == (one.url, [1, 2])
+            at, result = await hosts.go_on("", "s", step, {"n": 1} if step == "fork" else {})
+    assert (at, result["ids"]) == (one.url, [1, 2])
     for back in came:
         back.close()
     silent.close()
@@ -236,7 +236,7 @@ def test_hosts_are_given_by_job_and_a_bad_one_is_named() -> None:
             of(wrong)
 
 
-async def say(stage: Stage, session: str, talk: list[Json]) -> Json:
+async def chat(stage: Stage, session: str, talk: list[Json]) -> Json:
     """The next answer to a talk, which is added to it."""
     body = {"messages": talk, "max_tokens": 9, "session_id": session}
     async with stage.post("/v1/chat/completions", body) as reply:
@@ -259,9 +259,9 @@ async def play(stage: Stage, at: At, turns: int = 3) -> list[Json]:
     await at.world.host.create("s")
     talk: list[Json] = []
     for turn in range(1, turns + 1):
-        await at.world.said("s", f"echo {turn} > /home/a")
+        await at.world.output_of("s", f"echo {turn} > /home/a")
         talk.append({"role": "user", "content": f"turn {turn}"})
-        await say(stage, "s", talk)
+        await chat(stage, "s", talk)
     assert (await at.world.host.state("s")).recoverable_to == turns
     return talk
 
@@ -295,9 +295,9 @@ async def test_a_fork_is_sandboxes_and_sessions_where_the_prefix_is(
         for child in made["sessions"]:
             at = one if child in one.world.host.sessions() else two
             assert await at.world.said(child, "cat /home/a") == "3"
-            answer = await say(s, child, talk[:5])  # the model is asked the third time
-            told = answer["choices"][0]["rose"]["history"]
-            assert (told["known_messages"], told["messages"]) == (4, 5)
+            answer = await chat(s, child, talk[:5])  # the model is asked the third time
+            reported = answer["choices"][0]["rose"]["history"]
+            assert (reported["known_messages"], reported["messages"]) == (4, 5)
             if s is first:
                 went = s.router.service.home_of(child)
                 assert home is not None
@@ -328,7 +328,7 @@ async def test_a_restore_gives_sandbox_and_session_back_at_another_host_and_rout
         back = await ask(second, "/sessions/s/restore", {"turn": 3}, 200)
         assert (back["told"]["turn"], back["known_turns"], back["host"]) == (3, 2, two.url)
         assert await two.world.said("s", "cat /home/a") == "3"
-        answer = await say(second, "s", talk[:5])
+        answer = await chat(second, "s", talk[:5])
         assert answer["choices"][0]["rose"]["history"]["known_messages"] == 4
         (row,) = (await second.get("/sessions/s/rows"))["rows"]
         assert row["ids"] == before[0]["ids"], "the same tokens, as if nothing had happened"
@@ -353,13 +353,13 @@ async def test_a_router_that_missed_a_sessions_last_turns_goes_on_from_the_recor
             if turn > 2:
                 await one.world.said("s", f"echo {turn} > /home/a")
                 talk.append({"role": "user", "content": f"turn {turn}"})
-            await say(second, "s", talk)
+            await chat(second, "s", talk)
         theirs = (await second.get("/sessions/s/rows"))["rows"][-1]
         back = await ask(first, "/sessions/s/restore", {"turn": 5}, 200)
         assert back["known_turns"] == 3
         ours = (await first.get("/sessions/s/rows"))["rows"][-1]
         assert ours["ids"] == theirs["ids"][: len(ours["ids"])]
-        answer = await say(first, "s", talk[:7])
+        answer = await chat(first, "s", talk[:7])
         assert answer["choices"][0]["rose"]["history"]["known_messages"] == 6
 
 
@@ -384,7 +384,7 @@ async def test_children_that_other_hosts_made_are_told_of_their_turns_there(
         assert made["sessions"][0] == first
         assert [hosts._where.get(("", child)) for child in made["sessions"]] == [None, two.url]
         for child, at in zip(made["sessions"], (one, two), strict=True):
-            await say(s, child, talk[:3])
+            await chat(s, child, talk[:3])
             assert (await at.world.host.state(child)).recoverable_to == 3
 
 
@@ -398,7 +398,7 @@ async def test_a_session_that_moved_is_told_of_its_next_turn_where_it_is(
         talk = await play(s, one, 2)
         await two.world.host.restore("s", 2)
         await one.world.host.renew()
-        await say(s, "s", talk[:3])
+        await chat(s, "s", talk[:3])
         assert (await two.world.host.state("s")).recoverable_to == 3
 
 
@@ -413,9 +413,9 @@ async def test_a_child_that_comes_back_at_another_router_does_not_learn_its_pare
         await second.engine("b", token_seconds=SLOWER)
         talk = (await play(first, one))[:5]
         (child,) = (await ask(first, "/sessions/s/fork", {"turn": 3, "n": 1}, 201))["sessions"]
-        await say(first, child, talk)
+        await chat(first, child, talk)
         talk.append({"role": "user", "content": "and on"})
-        await say(first, child, talk)
+        await chat(first, child, talk)
         # At the turn that it was forked at the record is its parent's.
         back = await ask(second, f"/sessions/{child}/restore", {"turn": 3 + 2 * own}, 200)
         assert back["known_turns"] == 2 + own
@@ -428,8 +428,8 @@ def of_tiny_turns(sessions: int, turns: int, messages: int = 1) -> Json:
     """A body of ``turns`` that is small for what it asks for."""
     path = [b"d"] * messages
     turn = [b"abcd", b"", b"", [], "stop", "", b"d"]
-    told = [[f"r{one}", *turn, [] if one else path, None] for one in range(turns)]
-    history = base64.b64encode(msgspec.msgpack.encode([saved_turns.FORMAT, [], told])).decode()
+    received = [[f"r{one}", *turn, [] if one else path, None] for one in range(turns)]
+    history = base64.b64encode(msgspec.msgpack.encode([saved_turns.FORMAT, [], received])).decode()
     return {"sessions": [f"t{number}" for number in range(sessions)], "history": history}
 
 
@@ -494,8 +494,8 @@ async def test_bad_forks_and_restores_are_refused_by_name(
             ("/sessions/s/turns", of_tiny_turns(64, 1025), 400, "fewer sessions at a time"),
             ("/sessions/s/turns", of_tiny_turns(64, 1, 1025 * 16), 400, "fewer sessions"),
         ):
-            told = await ask(s, path, body, status)
-            assert word in told["message"], told
+            result = await ask(s, path, body, status)
+            assert word in result["message"], result
     async with stage(sandbox_hosts={"": ("http://127.0.0.1:1",)}) as s:
         assert "does not answer" in (await ask(s, "/sessions/s/fork", {"n": 1}, 503))["message"]
     async with stage() as s:
@@ -511,16 +511,16 @@ async def test_a_box_with_a_router_forks_sandbox_and_session(
         async with Sandbox(session="s", url=one.url, token="word", router=s.url) as box:
             await box.write("/home/a", b"1")
             talk: list[Json] = [{"role": "user", "content": "go"}]
-            await say(s, "s", talk)
+            await chat(s, "s", talk)
             talk.append({"role": "user", "content": "on"})
-            await say(s, "s", talk)
+            await chat(s, "s", talk)
             children = await box.fork(2, name="group")
             again = await box.fork(2, name="group")
             assert [one.session for one in again] == [one.session for one in children]
             for child in children:
                 async with child:
                     assert await child.read("/home/a") == b"1"
-                    answer = await say(s, child.session, talk[:3])
+                    answer = await chat(s, child.session, talk[:3])
                     assert answer["choices"][0]["rose"]["history"]["known_messages"] == 2
             with pytest.raises(UnknownTurn, match="there are"):
                 await box.fork(2, 9)

@@ -62,8 +62,8 @@ async def run(s: Stage, name: str, turns: int) -> int:
         new = 2 if turn == ASKED_AGAIN + 1 else 1
         assert history["known_messages"] == max(0, len(talk) - new), "the turn before is known"
         message = answer["choices"][0]["message"]
-        told = {"role": "tool", "content": f"result {turn} " + "word " * 20}
-        talk += [message, told | {"tool_call_id": message["tool_calls"][0]["id"]}]
+        found = {"role": "tool", "content": f"result {turn} " + "word " * 20}
+        talk += [message, found | {"tool_call_id": message["tool_calls"][0]["id"]}]
         if turn == ASKED_AGAIN:
             talk.append({"role": "user", "content": "And now all of them."})
     return sum(len(str(one)) for one in talk)

@@ -69,8 +69,8 @@ async def test_a_cap_that_is_cut_moves_the_youngest_of_all_runs() -> None:
             turns.append(w.ask(60, pin=pin(run)))
             await started(turns[-1])
         second.gate_open, first.cap = True, 1
-        w.tell(second)
-        w.tell(first)
+        w.update_engine(second)
+        w.update_engine(first)
         for turn in turns:
             judge_whole(await over(turn))
         assert [[move.reason for move in turn.moves] for turn in turns] == [
@@ -103,7 +103,7 @@ async def test_staleness_is_each_runs_own() -> None:
         other = await over(w.ask(10, pin=pin("a")))  # nothing of that concerns another run
         judge_whole(other)
         new.adapters["b"] = "b@1.9"
-        w.tell(new)
+        w.update_engine(new)
         judge_whole(await over(waits))
 
 
@@ -114,7 +114,7 @@ async def test_a_commit_of_one_run_leaves_spans_of_the_others_whole() -> None:
         await started(first)
         await started(second)
         engine.adapters["a"] = "a@1.1"
-        w.tell(engine)
+        w.update_engine(engine)
         await over(first)
         await over(second)
         assert [span.version for span in first.transcript.spans] == ["a@1.0", "a@1.1"]
@@ -131,8 +131,8 @@ async def test_a_run_that_an_engine_no_longer_holds_goes_on_where_it_is_held() -
         assert turn.leg.engine == "first/b"
         del first.adapters["b"]
         second.gate_open = True
-        w.tell(first)
-        w.tell(second)
+        w.update_engine(first)
+        w.update_engine(second)
         judge_whole(await over(turn))
         assert turn.transcript.legs[-1].engine == "second/b"
         assert sorted(one.name for one in w.service.fleet) == ["first/a", "second/a", "second/b"]
@@ -146,7 +146,7 @@ async def test_an_engine_that_lost_a_run_before_it_says_so_is_left_alone_for_a_w
         await asyncio.sleep(2.2)
         assert 1 < len(engine.seen) <= 5  # one in half a second
         engine.adapters["b"] = "b@1.1"
-        w.tell(engine)
+        w.update_engine(engine)
         judge_whole(await over(turn))
         assert {move.reason for move in turn.moves} == {MoveReason.REFUSED}
 
@@ -198,7 +198,7 @@ async def test_an_update_that_names_no_adapters_closes_all_of_its_engine() -> No
         closed = replace(engine.update(), adapters=(), version="", gate_open=False)
         w.service.fleet.apply(closed, 1)
         assert at_gate(w) == {"e/a": False, "e/b": False}
-        w.tell(engine)
+        w.update_engine(engine)
         assert at_gate(w) == {"e/a": True, "e/b": True}
         w.service.fleet.apply(replace(closed, leaving=True), 1)
         assert [one.update.leaving for one in w.service.fleet] == [True, True]
@@ -216,7 +216,7 @@ async def test_a_bare_update_leaves_no_engine_once_there_are_adapters() -> None:
         w.attach(engine)
         assert at_gate(w) == {"e/a": True, "e/b": True}
         engine.adapters = {}
-        w.tell(engine)  # it was started anew, for one run
+        w.update_engine(engine)  # it was started anew, for one run
         assert at_gate(w) == {"e": True}
 
 
@@ -271,17 +271,17 @@ async def test_a_pin_to_the_newest_version_waits_while_its_engine_has_not_attest
         await asyncio.sleep(0.1)
         held = engine.adapters
         engine.adapters = dict.fromkeys(held, "")
-        w.tell(engine)
+        w.update_engine(engine)
         later = w.ask(10, pin=pin("b"))
         await asyncio.sleep(1)
         assert not any(turn.is_over for turn in (exact, any_of_b, later))
         engine.adapters, engine.gate_open = held, True
-        w.tell(engine)
+        w.update_engine(engine)
         for turn in (exact, any_of_b, later):
             judge_whole(await over(turn))
             assert [span.version for span in turn.transcript.spans] == ["b@1.0"]
         engine.adapters = {"a": "a@1.0"}  # the lease has lost the run
-        w.tell(engine)
+        w.update_engine(engine)
         with pytest.raises(Conflict, match="no engine has run b yet"):
             w.ask(10, pin=pin("b"))
 
@@ -309,7 +309,7 @@ async def test_a_turn_that_waits_is_told_when_no_engine_has_its_run_any_more() -
         await asyncio.sleep(5)
         assert not turn.is_over, "its engine's gate is shut"
         engine.adapters = {"a": "a@1.0"}
-        w.tell(engine)
+        w.update_engine(engine)
         await over(turn)
         assert isinstance(turn.error, UnknownVersion)
         assert "no engine has run b yet; there are a" in str(turn.error)

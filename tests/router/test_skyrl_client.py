@@ -187,9 +187,9 @@ async def test_samples_texts_and_chats_of_its_client(
 async def test_its_client_says_what_the_router_refuses(stage: Make) -> None:
     async with stage() as s, client_of(s) as client:
         await s.engine("a")
-        told = batch(1) | {"sampling_params": SAMPLING | {"prompt_logprobs": 1}}
+        reported = batch(1) | {"sampling_params": SAMPLING | {"prompt_logprobs": 1}}
         with pytest.raises(Exception, match="prompt_logprobs: the router does not take it"):
-            await client.generate(told)
+            await client.generate(reported)
 
 
 def at_work(fake: Fake) -> list[Any]:

@@ -99,7 +99,7 @@ class Caller:
         self.unread -= count
         if isinstance(self.sender.body, Body):
             self.sender.body.total_bytes += count
-        self.slow.hear(self.sender, reading=True)
+        self.slow.note_bytes(self.sender, reading=True)
 
 
 @contextlib.contextmanager
@@ -142,9 +142,9 @@ async def test_heads_in_crumbs_are_heard_in_turns_of_sixteen() -> None:
             one.waited, one.since = 0.0, None
         assert len(slow) == len(them)
         await _trickle(them, 20.0, 0.05)
-        heard = sum(len(one.heard) for one in them)
+        received = sum(len(one.heard) for one in them)
         sent = 64 * 20 / 0.05
-        assert heard <= 16 * (20 / 0.1 + 1) < sent / 7
+        assert received <= 16 * (20 / 0.1 + 1) < sent / 7
         assert max(one.waited for one in them) <= 0.1 * (64 / 16 + 1) + 0.05
         assert max(len(one.heard) for one in them) - min(len(one.heard) for one in them) <= 1
 
@@ -154,7 +154,7 @@ async def test_what_cannot_end_a_head_is_not_heard_at_its_turn() -> None:
     slow = SlowSenders(0.0)
     with callers(slow, 1) as (one,):
         slow.begin(one.sender, 60.0)
-        slow.hear(one.sender, reading=True)
+        slow.note_bytes(one.sender, reading=True)
         one.theirs.send(b"X-A: a\r")
         await asyncio.sleep(10)
         assert one.sender.mark == MOST_KEPT
@@ -177,7 +177,7 @@ async def test_a_body_of_known_length_is_heard_when_it_is_whole_and_not_before()
     slow = SlowSenders(1.0)
     with callers(slow, 1) as (one,):
         slow.begin(one.sender, 60.0, Body(3000), 3000)
-        slow.hear(one.sender, reading=True)
+        slow.note_bytes(one.sender, reading=True)
         begun = len(one.heard)
         await _trickle([one], 20.0, 0.1)
         assert len(one.heard) == begun
@@ -218,9 +218,9 @@ async def test_who_is_held_back_is_not_told_to_send_more_before_it_is_heard() ->
     with callers(slow, 1) as (one,):
         slow.begin(one.sender, 60.0, Body(100_000), 100_000)
         await asyncio.sleep(2)
-        slow.hear(one.sender, reading=True)
+        slow.note_bytes(one.sender, reading=True)
         assert one.sender.mark == MOST_KEPT
-        slow.hear(one.sender, reading=False)  # aiohttp has bytes that it does not count yet
+        slow.note_bytes(one.sender, reading=False)  # aiohttp has bytes that it does not count yet
         assert one.sender.mark == 1
 
 
@@ -230,7 +230,7 @@ async def test_who_hangs_up_has_no_turn() -> None:
     with callers(slow, 2) as (one, other):
         for caller in (one, other):
             slow.begin(caller.sender, 60.0)
-            slow.hear(caller.sender, reading=True)
+            slow.note_bytes(caller.sender, reading=True)
         assert len(slow) == 2
         one.ours.close()
         slow.rest(one.sender)
@@ -421,20 +421,20 @@ async def test_who_hangs_up_amid_its_body_is_forgotten(stage: Make) -> None:
 @pytest.mark.parametrize("rest", [b"Content-Length: 9999\r\n\r\n{", b"X-A: "])
 async def test_who_is_too_slow_is_told_so(stage: Make, rest: bytes) -> None:
     limits = ConnectionLimits(head_seconds=0.8, body_seconds=0.8, patience_seconds=0.0)
-    loop, said = asyncio.get_running_loop(), b""
+    loop, reported = asyncio.get_running_loop(), b""
     async with stage(limits=limits) as s, asyncio.timeout(60):
         with socket.create_connection(("127.0.0.1", s.router.http_port)) as caller:
             caller.setblocking(False)
             await loop.sock_sendall(caller, HEAD + rest)
-            while b"SlowCaller" not in said:
+            while b"SlowCaller" not in reported:
                 with contextlib.suppress(BlockingIOError):
-                    said += caller.recv(4096)  # what was said before a reset is still there
-                    assert said
+                    reported += caller.recv(4096)  # what was said before a reset is still there
+                    assert reported
                     continue
                 with contextlib.suppress(ConnectionError):
                     await loop.sock_sendall(caller, b" ")
                 await asyncio.sleep(0.01)
-    assert said.startswith(b"HTTP/1.1 408 ")
+    assert reported.startswith(b"HTTP/1.1 408 ")
 
 
 async def test_who_is_told_that_it_is_late_is_gone_soon_even_if_it_does_not_take_it(

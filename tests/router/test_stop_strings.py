@@ -148,7 +148,7 @@ async def test_a_turn_that_a_stop_string_ends_behind_a_move_has_experts_if_its_e
     async with stage(tokenizer=words) as s:
         fakes = {name: await s.engine(name, token_seconds=0.01) for name in "ab"}
         if dies:  # hears of the end, and answers no more
-            monkeypatch.setattr(runner, "_LAST_WORD_SECONDS", 0.2)
+            monkeypatch.setattr(runner, "_FINAL_EVENT_SECONDS", 0.2)
             for fake in fakes.values():
                 monkeypatch.setattr(fake.scheduler, "abort", lambda *_, **__: None)
         body = {

@@ -26,21 +26,21 @@ Make = Callable[..., AbstractAsyncContextManager[Stage]]
 
 
 async def test_a_waiter_that_deals_with_it_asleep_is_told_of_every_fire_and_not_woken() -> None:
-    signal, told = Signal(), list[int]()
+    signal, received = Signal(), list[int]()
 
     def asleep() -> bool:
-        told.append(len(told))
-        return len(told) < 3
+        received.append(len(received))
+        return len(received) < 3
 
     waiting = asyncio.create_task(signal.wait(asleep))
     await asyncio.sleep(0)
     for count in (1, 2, 3):
         signal.fire()
-        assert len(told) == count  # in the moment of the fire
+        assert len(received) == count  # in the moment of the fire
         await asyncio.sleep(0)
         assert waiting.done() is (count == 3)
     signal.fire()
-    assert len(told) == 3
+    assert len(received) == 3
 
 
 async def test_what_goes_wrong_asleep_is_the_waiters_and_not_of_whoever_fires() -> None:

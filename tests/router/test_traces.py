@@ -80,8 +80,8 @@ async def collecting() -> AsyncIterator[Collector]:
     await server.stop(None)
 
 
-async def chat(s: Stage, said: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # of a request
-    body = {"messages": [{"role": "user", "content": said}], "max_tokens": 40, **more}
+async def chat(s: Stage, text: str, **more: Any) -> dict[str, Any]:  # noqa: ANN401  # of a request
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 40, **more}
     async with s.post("/v1/chat/completions", body) as reply:
         assert reply.status == 200, await reply.text()
         answer: dict[str, Any] = await reply.json()
@@ -115,17 +115,17 @@ async def test_a_trajectory_is_one_trace_from_its_first_turn_to_its_reward(stage
         assert root.end_time_unix_nano >= turns[1].end_time_unix_nano - 50_000_000
         assert collector.resources[0]["service.name"] == "rose-router"
 
-        told = values(turns[0].attributes)
-        assert told["gen_ai.operation.name"] == "chat"
-        assert told["gen_ai.request.model"] == "m"
-        assert told["gen_ai.conversation.id"] == told["rl.trajectory.id"] == "t1"
-        assert told["rl.group.id"] == "g"
+        reported = values(turns[0].attributes)
+        assert reported["gen_ai.operation.name"] == "chat"
+        assert reported["gen_ai.request.model"] == "m"
+        assert reported["gen_ai.conversation.id"] == reported["rl.trajectory.id"] == "t1"
+        assert reported["rl.group.id"] == "g"
         assert [values(one.attributes)["rl.turn.number"] for one in turns] == [1, 2]
         usage = answers[0]["usage"]
-        assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
-        assert told["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
-        assert told["gen_ai.response.finish_reasons"] == ["stop"]
-        assert told["rl.policy.versions"] == ["run@1.0"]
+        assert reported["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+        assert reported["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+        assert reported["gen_ai.response.finish_reasons"] == ["stop"]
+        assert reported["rl.policy.versions"] == ["run@1.0"]
         (event,) = turns[0].events
         assert event.name == "rose.move"
         move = answers[0]["choices"][0]["rose"]["moves"][0]
@@ -174,9 +174,9 @@ async def test_the_demos_report_draws_what_a_router_exported(stage: Make) -> Non
     assert len(shown) == 7
     middle = (shown[0].began_s + shown[0].ended_s) / 2
     picture = ET.fromstring(waterfall(shown, [(-1.0, middle)]))  # noqa: S314  # our own
-    said = [one.text or "" for one in picture.iter("text")]
+    output = [one.text or "" for one in picture.iter("text")]
     rows = ["trajectory", "turn 1", "leg 1", "leg 2", "turn 2", "leg 1", "reward"]
-    assert [one for one in said if one in rows] == rows
+    assert [one for one in output if one in rows] == rows
     assert len(picture.findall("circle")) == 1
     (move,) = picture.findall("polygon")
     assert move.attrib["data-event"] == "rose.move"
@@ -185,8 +185,8 @@ async def test_the_demos_report_draws_what_a_router_exported(stage: Make) -> Non
     colours = [one.get("fill") for one in picture.iter("rect")]
     assert colours.count("var(--rollout)") == 1  # the leg on the borrowed engine
     assert colours.count("var(--serving)") == 2
-    assert any(one.startswith("a (borrowed), run@1.0") for one in said)
-    assert "0.5" in said
+    assert any(one.startswith("a (borrowed), run@1.0") for one in output)
+    assert "0.5" in output
 
 
 async def test_a_callers_traceparent_is_taken_and_passed_on_to_engines(stage: Make) -> None:
@@ -213,13 +213,13 @@ async def test_a_traceparent_that_is_none_leaves_a_trajectory_in_its_trace(stage
     async with collecting() as collector:
         async with stage(tokenizer=folder(), traces=collector.endpoint, model="m") as s:
             await s.engine("a", script=Follows())
-            for said, told in (("one", ""), ("two", PARENT), ("three", "nonsense")):
+            for reported, shown in (("one", ""), ("two", PARENT), ("three", "nonsense")):
                 body = {
-                    "messages": [{"role": "user", "content": said}],
+                    "messages": [{"role": "user", "content": reported}],
                     "max_tokens": 8,
                     "rose": {"session": "t1"},
                 }
-                headers = {"traceparent": told} if told else {}
+                headers = {"traceparent": shown} if shown else {}
                 async with s.post("/v1/chat/completions", body, headers=headers) as reply:
                     assert reply.status == 200
         (root,), turns = collector.named("rl.sample"), collector.named("chat m")
@@ -271,9 +271,9 @@ async def test_what_a_sandboxs_host_is_told_stands_in_the_trajectorys_trace(stag
             for session in ("t1", "t2"):
                 async with s.post("/generate", body | {"session_id": session}) as reply:
                     assert reply.status == 200
-            told = s.router.service.sandboxes
-            assert isinstance(told, TurnClock)
-            await until(lambda: not told._lines)
+            reported = s.router.service.sandboxes
+            assert isinstance(reported, TurnClock)
+            await until(lambda: not reported._lines)
         roots = {
             values(one.attributes)["rl.trajectory.id"]: one for one in collector.named("rl.sample")
         }

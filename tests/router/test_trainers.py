@@ -89,8 +89,8 @@ async def test_slime_pushes_full_checkpoints_by_configuration_alone(
             body = {"model_path": model_path, "weight_version": str(number)}
             done = await json_of(s.post("/update_weights_from_disk", body))
             assert done["success"]
-            said = await json_of(s.http.get(s.url + "/get_weight_version"))
-            assert said["weight_version"] == str(number)  # --ci-test
+            document = await json_of(s.http.get(s.url + "/get_weight_version"))
+            assert document["weight_version"] == str(number)  # --ci-test
             shutil.rmtree(folder)
             await ok(s.post("/continue_generation", {}))
             answer = await json_of(generate(s))

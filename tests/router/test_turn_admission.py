@@ -50,7 +50,7 @@ async def test_only_fresh_attested_engines_get_turns() -> None:
 async def test_the_head_named_by_an_owner_counts_for_staleness() -> None:
     engine = SimEngine("a")
     async with world(engine, terms=LeaseTerms(max_staleness=1)) as w:
-        w.tell(engine, head=V(2))
+        w.update_engine(engine, head=V(2))
         turn = w.ask(5)
         await asyncio.sleep(60)
         assert turn.state is TurnState.WAITING
@@ -80,7 +80,7 @@ async def test_a_cap_that_is_cut_moves_the_youngest_to_where_there_is_room() -> 
             await started(turn)
         w.attach(second)
         first.cap = 1
-        w.tell(first)
+        w.update_engine(first)
         await asyncio.sleep(1)
         assert len(w.service.fleet.get("a").legs) == 1  # type: ignore[union-attr]
         for turn in turns:

@@ -93,8 +93,8 @@ async def test_an_event_calls_no_more_than_it_did(stage: Staging) -> None:
             counts = []
             for _ in range(ROUNDS):
                 with counted() as calls:
-                    said = await ask(s, tokens, stream=True)
-                assert said.count(b"data: ") > tokens, "an event for each token"
+                    result = await ask(s, tokens, stream=True)
+                assert result.count(b"data: ") > tokens, "an event for each token"
                 counts.append(calls[0])
             spent.append(min(counts))
     assert 10 < (spent[1] - spent[0]) / EVENTS <= MOST_OF_AN_EVENT, COSTLY

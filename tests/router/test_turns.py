@@ -220,7 +220,7 @@ async def test_a_leaving_engine_is_left_at_once() -> None:
         engine = where(w, turn)
         began = w.service.clock()
         engine.leaving = True
-        w.tell(engine)
+        w.update_engine(engine)
         await until(lambda: bool(turn.moves))
         assert w.service.clock() - began < 0.5
         await over(turn)

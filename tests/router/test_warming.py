@@ -44,7 +44,7 @@ async def test_a_lost_home_is_replaced_while_the_tool_runs() -> None:
         w.kill(home)
         w.detach(home)
         home.leaving = True
-        w.tell(home)
+        w.update_engine(home)
         await until(lambda: bool(other.runs))
         (sent,) = other.seen
         assert sent["sampling_params"]["max_new_tokens"] == 1
@@ -76,7 +76,7 @@ async def test_a_gate_that_closes_ends_it_at_once() -> None:
         home, other = await two_turns(w)
         other.token_seconds = 30.0  # a long prefill
         home.leaving = True
-        w.tell(home)
+        w.update_engine(home)
         await until(lambda: bool(other.runs))
         (rid,) = other.runs
         w.gate(other, is_open=False)
@@ -92,7 +92,7 @@ async def test_a_turn_that_comes_first_is_not_held_up() -> None:
         home, other = await two_turns(w)
         other.token_seconds = 30.0
         home.leaving = True
-        w.tell(home)
+        w.update_engine(home)
         await until(lambda: bool(other.runs))
         other.token_seconds = 0.05
         turn = await over(w.ask(4, prompt=PROMPT, session="s", keyed=True))
@@ -109,7 +109,7 @@ async def test_nothing_is_warmed_for_a_trajectory_whose_caller_says_that_it_is_o
         w.kill(home)
         w.detach(home)
         home.leaving = True
-        w.tell(home)
+        w.update_engine(home)
         await asyncio.sleep(10)
         assert len(other.seen) == sent
 

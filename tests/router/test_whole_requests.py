@@ -137,7 +137,7 @@ async def test_requests_that_come_whole_are_answered_one_after_the_other() -> No
 
 
 @pytest.mark.parametrize(
-    ("sent", "said"),
+    ("sent", "text"),
     [
         (request(b"", method="GET"), b" 200 "),
         (request(path="/other"), b" 200 "),
@@ -146,10 +146,10 @@ async def test_requests_that_come_whole_are_answered_one_after_the_other() -> No
     ],
     ids=["another method", "another route", "a query", "chunks"],
 )
-async def test_other_requests_are_left_to_aiohttp(sent: bytes, said: bytes) -> None:
+async def test_other_requests_are_left_to_aiohttp(sent: bytes, text: bytes) -> None:
     async with serving(free()) as server, dialled(server.port) as (reader, writer):
         writer.write(sent)
-        assert said in await answer(reader)
+        assert text in await answer(reader)
         assert server.whole == [False]
         writer.write(request())  # and the next one is not
         assert b" 200 " in await answer(reader)
@@ -276,16 +276,16 @@ async def test_only_idle_connections_are_closed_for_being_idle() -> None:
 
 @pytest.mark.parametrize("fail", [ValueError, TimeoutError, web.HTTPConflict])
 async def test_what_a_handler_raises_is_said_as_aiohttp_says_it(fail: type[Exception]) -> None:
-    said = []
+    received = []
     for path in ("/turn", "/other"):
         server = free()
         server.fail = fail
         async with serving(server), dialled(server.port) as (reader, writer):
             writer.write(request(path=path))
-            told = await answer(reader)
-            said.append(re.sub(rb"Date: [^\r]*", b"", told))
+            result = await answer(reader)
+            received.append(re.sub(rb"Date: [^\r]*", b"", result))
         assert server.whole == [path == "/turn"]
-    assert said[0] == said[1]
+    assert received[0] == received[1]
 
 
 # --- what is aiohttp's own
@@ -315,9 +315,9 @@ def test_no_other_private_name_is_used_than_is_said() -> None:
     names.visit(ast.parse(inspect.getsource(WholeRequestHandler)))
     own = {name for name in vars(WholeRequestHandler) if not hasattr(web.RequestHandler, name)}
     private = {name for name in names.found if re.match(r"_[a-z]", name)}
-    said = frozenset[str]().union(*PRIVATE_NAMES.values())
-    assert private - own == {name for name in said if name.startswith("_")}
-    assert said <= names.found
+    reported = frozenset[str]().union(*PRIVATE_NAMES.values())
+    assert private - own == {name for name in reported if name.startswith("_")}
+    assert reported <= names.found
 
 
 async def test_without_one_of_them_aiohttp_answers_turns_by_itself(
@@ -332,8 +332,8 @@ async def test_without_one_of_them_aiohttp_answers_turns_by_itself(
             "input_ids": [1, 2, 3],
             "sampling_params": {"max_new_tokens": 5},
         }
-        said = await ask(s, body, whole=True)
-    assert b" 200 OK" in said
+        result = await ask(s, body, whole=True)
+    assert b" 200 OK" in result
 
 
 # --- the router's own turns
@@ -354,9 +354,9 @@ async def ask(s: Stage, body: dict[str, object], *, whole: bool, path: str = "/g
         await asyncio.sleep(0.05)  # or it would come in one piece all the same
         writer.write(sent[-1:])
     async with asyncio.timeout(60):
-        said = await reader.read()
+        output = await reader.read()
     writer.close()
-    return re.sub(rb"Date: [^\r]*", b"", said)
+    return re.sub(rb"Date: [^\r]*", b"", output)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -224,9 +224,9 @@ class World:
         for engine in engines:
             self.engines[engine.name] = engine
             self._stream_of[engine.name] = next(self._streams)
-            self.tell(engine)
+            self.update_engine(engine)
 
-    def tell(self, engine: SimEngine, head: str = "") -> None:
+    def update_engine(self, engine: SimEngine, head: str = "") -> None:
         self.service.fleet.apply(engine.update(head), self._stream_of[engine.name])
 
     def detach(self, engine: SimEngine) -> None:
@@ -235,20 +235,20 @@ class World:
     def gate(self, engine: SimEngine, *, is_open: bool) -> None:
         """As the guard does: the engine stops with its gate, the router is told."""
         engine.frozen, engine.gate_open = not is_open, is_open
-        self.tell(engine)
+        self.update_engine(engine)
 
     def kill(self, engine: SimEngine) -> None:
         engine.alive, engine.gate_open, engine.version = False, False, ""
         engine.runs.clear()
-        self.tell(engine)
+        self.update_engine(engine)
 
     def revive(self, engine: SimEngine, version: str) -> None:
         engine.alive, engine.frozen, engine.gate_open, engine.version = True, False, True, version
-        self.tell(engine)
+        self.update_engine(engine)
 
     def commit(self, engine: SimEngine, version: str) -> None:
         engine.version = version
-        self.tell(engine)
+        self.update_engine(engine)
 
     def ask(self, most: int = 20, *, prompt: tuple[int, ...] = (), **fields: Any) -> Turn:  # noqa: ANN401  # of TurnRequest
         number, interval = next(self._turns), fields.pop("interval", 1)

@@ -69,7 +69,7 @@ async def kill_in_checkpoint(
     assert await killed.wait() == -signal.SIGKILL
 
 
-async def said(runtime: Runtime, box: Handle, command: str, session: str | None = None) -> str:
+async def output_of(runtime: Runtime, box: Handle, command: str, session: str | None = None) -> str:
     """What a command says that must go well."""
     result = await runtime.exec(box, command, 20, session=session)
     assert result.exit_code == 0, result
@@ -82,7 +82,7 @@ async def serve_in_python(runtime: Runtime, box: Handle, port: int, answer: byte
     await runtime.write_file(box, "/home/server.py", program)
     door = f"/dev/tcp/127.0.0.1/{port}"
     listens = f"until (exec 3<>{door}) 2>/dev/null; do sleep 0.05; done"
-    await said(runtime, box, f"python3 server.py & {listens}")
+    await output_of(runtime, box, f"python3 server.py & {listens}")
 
 
 class Contract:
@@ -95,7 +95,7 @@ class Contract:
     async def test_a_command_runs_and_says_how_it_ended(
         self, runtime: Runtime, box: Handle
     ) -> None:
-        assert await said(runtime, box, "echo one && echo two") == "one\ntwo\n"
+        assert await output_of(runtime, box, "echo one && echo two") == "one\ntwo\n"
         assert (await runtime.exec(box, "exit 7", 20)).exit_code == 7
         missing = await runtime.exec(box, "no-such-command", 20)
         assert missing.exit_code == 127
@@ -105,23 +105,23 @@ class Contract:
         box = await runtime.create(
             SandboxSpec("box", limits=SMALL, environment={"A": "b c"}, folder="/home")
         )
-        assert await said(runtime, box, "pwd; echo $A") == "/home\nb c\n"
+        assert await output_of(runtime, box, "pwd; echo $A") == "/home\nb c\n"
 
     async def test_a_session_keeps_what_its_shell_knows_and_others_do_not(
         self, runtime: Runtime, box: Handle
     ) -> None:
-        await said(runtime, box, "export X=1; cd /etc", session="main")
-        assert await said(runtime, box, "echo $X; pwd", session="main") == "1\n/etc\n"
-        assert await said(runtime, box, "echo $X; pwd") == "\n/home\n"
-        assert await said(runtime, box, "echo $X", session="other") == "\n"
+        await output_of(runtime, box, "export X=1; cd /etc", session="main")
+        assert await output_of(runtime, box, "echo $X; pwd", session="main") == "1\n/etc\n"
+        assert await output_of(runtime, box, "echo $X; pwd") == "\n/home\n"
+        assert await output_of(runtime, box, "echo $X", session="other") == "\n"
 
     async def test_a_session_that_exits_is_lost_and_begins_anew(
         self, runtime: Runtime, box: Handle
     ) -> None:
-        await said(runtime, box, "export X=1", session="main")
+        await output_of(runtime, box, "export X=1", session="main")
         ended = await runtime.exec(box, "exit 3", 20, session="main")
         assert (ended.exit_code, ended.session_lost) == (3, True)
-        assert await said(runtime, box, "echo $X", session="main") == "\n"
+        assert await output_of(runtime, box, "echo $X", session="main") == "\n"
 
     async def test_a_command_that_never_ends_is_killed_and_the_sandbox_lives_on(
         self, runtime: Runtime, box: Handle
@@ -129,22 +129,22 @@ class Contract:
         ended = await runtime.exec(box, "echo begun; sleep 1000", 1)
         assert (ended.exit_code, ended.timed_out) == (124, True)
         assert ended.stdout == b"begun\n"
-        await said(runtime, box, "export X=1", session="main")
+        await output_of(runtime, box, "export X=1", session="main")
         assert (await runtime.exec(box, "sleep 1000", 1, session="main")).timed_out
-        assert await said(runtime, box, "echo $X", session="main") == "1\n"
+        assert await output_of(runtime, box, "echo $X", session="main") == "1\n"
 
     async def test_what_a_command_left_in_the_background_outlives_a_later_one_that_is_killed(
         self, runtime: Runtime, box: Handle
     ) -> None:
-        await said(runtime, box, "sleep 1001 &")
+        await output_of(runtime, box, "sleep 1001 &")
         assert (await runtime.exec(box, "sleep 1000", 1)).timed_out
-        await said(runtime, box, "pgrep -x sleep")
+        await output_of(runtime, box, "pgrep -x sleep")
 
     @pytest.mark.parametrize("session", ["main", None])
     async def test_a_command_whose_caller_has_gone_is_killed_and_the_next_one_does_not_wait(
         self, runtime: Runtime, box: Handle, session: str | None
     ) -> None:
-        await said(runtime, box, "export X=1; sleep 1001 &", session="main")
+        await output_of(runtime, box, "export X=1; sleep 1001 &", session="main")
         command = "echo 1 > /home/begun; sleep 1000; echo 1 > /home/ended"
         asking = asyncio.create_task(runtime.exec(box, command, 600, session=session))
         async with asyncio.timeout(20):
@@ -153,8 +153,8 @@ class Contract:
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert await said(runtime, box, "echo $X", session="main") == "1\n"
-        left = await said(runtime, box, "pgrep -x sleep")
+        assert await output_of(runtime, box, "echo $X", session="main") == "1\n"
+        left = await output_of(runtime, box, "pgrep -x sleep")
         assert len(left.split()) == 1, "the job of before alone"
         if session is None:  # a session's shell lives, and goes on to what stands behind
             with pytest.raises(BadPath):
@@ -170,7 +170,7 @@ class Contract:
                 await asyncio.sleep(0)
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-        assert await said(runtime, box, "sleep 1; echo on", session="main") == "on\n"
+        assert await output_of(runtime, box, "sleep 1; echo on", session="main") == "on\n"
         with pytest.raises(BadPath):
             await runtime.read_file(box, "/home/ended")
 
@@ -183,7 +183,7 @@ class Contract:
         data = bytes(range(256)) * 100
         await runtime.write_file(box, "/opt/new/folder/x.bin", data)
         assert await runtime.read_file(box, "/opt/new/folder/x.bin") == data
-        await said(runtime, box, "echo out > /home/y")
+        await output_of(runtime, box, "echo out > /home/y")
         assert await runtime.read_file(box, "/home/y") == b"out\n"
 
     async def test_bad_files_are_refused_by_name(self, runtime: Runtime, box: Handle) -> None:
@@ -198,7 +198,7 @@ class Contract:
             await runtime.write_file(box, "/home/x/below", b"")
         with pytest.raises(TooLarge):
             await runtime.write_file(box, "/home/big", bytes(SMALL.disk_bytes + 1))
-        assert await said(runtime, box, "echo on") == "on\n"
+        assert await output_of(runtime, box, "echo on") == "on\n"
 
     async def test_bad_sandboxes_are_refused_by_name(self, runtime: Runtime, box: Handle) -> None:
         with pytest.raises(AlreadyThere):
@@ -214,7 +214,7 @@ class Contract:
     async def test_an_ended_sandbox_is_gone_and_its_key_is_free(
         self, runtime: Runtime, box: Handle
     ) -> None:
-        await said(runtime, box, "echo 1 > /home/x; sleep 1000 &")
+        await output_of(runtime, box, "echo 1 > /home/x; sleep 1000 &")
         await runtime.end(box)
         await runtime.end(box)
         assert await runtime.sandboxes() == ()
@@ -227,30 +227,32 @@ class Contract:
     async def test_a_full_checkpoint_gives_files_processes_and_shells_back(
         self, runtime: Runtime, box: Handle, tmp_path: Path
     ) -> None:
-        await said(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
+        await output_of(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
         parts = await runtime.checkpoint(box, Kind.FULL, tmp_path)
         assert parts.files is not None
         assert parts.files.bytes == parts.files.path.stat().st_size > 0
-        await said(runtime, box, "export X=2; echo 2 > /home/x; pkill -x sleep", session="main")
+        await output_of(
+            runtime, box, "export X=2; echo 2 > /home/x; pkill -x sleep", session="main"
+        )
         assert (await runtime.exec(box, "pgrep -x sleep", 20)).exit_code == 1
         await runtime.end(box)
 
         box = await runtime.restore(parts, parts.spec)
-        assert await said(runtime, box, "echo $X; cat /home/x", session="main") == "1\n1\n"
-        await said(runtime, box, "pgrep -x sleep")
+        assert await output_of(runtime, box, "echo $X; cat /home/x", session="main") == "1\n1\n"
+        await output_of(runtime, box, "pgrep -x sleep")
         assert (await runtime.exec(box, "sleep 1000", 1)).timed_out
-        await said(runtime, box, "pkill -x sleep")
+        await output_of(runtime, box, "pkill -x sleep")
 
     async def test_files_alone_come_back_without_processes(
         self, runtime: Runtime, box: Handle, tmp_path: Path
     ) -> None:
-        await said(runtime, box, "echo 1 > /home/x; sleep 1000 &")
+        await output_of(runtime, box, "echo 1 > /home/x; sleep 1000 &")
         parts = await runtime.checkpoint(box, Kind.FILES, tmp_path)
         assert parts.processes is None
         other = await runtime.restore(parts, replace(parts.spec, key="other"))
-        assert await said(runtime, other, "cat /home/x") == "1\n"
+        assert await output_of(runtime, other, "cat /home/x") == "1\n"
         assert (await runtime.exec(other, "pgrep -x sleep", 20)).exit_code == 1
-        await said(runtime, box, "pgrep -x sleep")
+        await output_of(runtime, box, "pgrep -x sleep")
 
     async def test_parts_of_two_checkpoints_are_joined(
         self, runtime: Runtime, box: Handle, tmp_path: Path
@@ -258,21 +260,21 @@ class Contract:
         folders = [tmp_path / "files", tmp_path / "processes"]
         for folder in folders:
             folder.mkdir()
-        await said(runtime, box, "echo 1 > /home/x")
+        await output_of(runtime, box, "echo 1 > /home/x")
         files = await runtime.checkpoint(box, Kind.FILES, folders[0])
-        await said(runtime, box, "sleep 1000 &")
+        await output_of(runtime, box, "sleep 1000 &")
         processes = await runtime.checkpoint(box, Kind.PROCESSES, folders[1])
         assert processes.files is None
         await runtime.end(box)
         joined = CheckpointParts(files.spec, files.files, processes.processes)
         box = await runtime.restore(joined, joined.spec)
-        assert await said(runtime, box, "cat /home/x") == "1\n"
-        await said(runtime, box, "pgrep -x sleep")
+        assert await output_of(runtime, box, "cat /home/x") == "1\n"
+        await output_of(runtime, box, "pgrep -x sleep")
 
     async def test_torn_parts_are_refused_and_leave_nothing(
         self, runtime: Runtime, box: Handle, tmp_path: Path
     ) -> None:
-        await said(runtime, box, "echo 1 > /home/x", session="main")
+        await output_of(runtime, box, "echo 1 > /home/x", session="main")
         parts = await runtime.checkpoint(box, Kind.FULL, tmp_path)
         await runtime.end(box)
         assert parts.files is not None
@@ -285,22 +287,26 @@ class Contract:
             part.path.write_bytes(whole)
         assert await runtime.sandboxes() == ()
         box = await runtime.restore(parts, parts.spec)
-        assert await said(runtime, box, "cat /home/x") == "1\n"
+        assert await output_of(runtime, box, "cat /home/x") == "1\n"
 
     async def test_children_of_a_fork_begin_alike_and_go_their_own_ways(
         self, runtime: Runtime, box: Handle
     ) -> None:
-        await said(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
+        await output_of(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
         children = await runtime.fork(box, ["a", "b", "c"])
         assert [child.key for child in children] == ["a", "b", "c"]
         for child in children:
-            await said(runtime, child, "pgrep -x sleep")
+            await output_of(runtime, child, "pgrep -x sleep")
             name = child.key
-            await said(runtime, child, f"export X={name}; echo {name} > /home/x", session="main")
+            await output_of(
+                runtime, child, f"export X={name}; echo {name} > /home/x", session="main"
+            )
         for child in (*children, box):
             name = "1" if child is box else child.key
             expected = f"{name}\n{name}\n"
-            assert await said(runtime, child, "echo $X; cat /home/x", session="main") == expected
+            assert (
+                await output_of(runtime, child, "echo $X; cat /home/x", session="main") == expected
+            )
         with pytest.raises(AlreadyThere):
             await runtime.fork(box, ["d", "a"])
         assert len(await runtime.sandboxes()) == 4
@@ -308,18 +314,20 @@ class Contract:
     async def test_any_number_begin_from_the_same_parts_all_or_none(
         self, runtime: Runtime, box: Handle, tmp_path: Path
     ) -> None:
-        await said(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
+        await output_of(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
         parts = await runtime.checkpoint(box, Kind.FULL, tmp_path)
-        await said(runtime, box, "echo 2 > /home/x")
+        await output_of(runtime, box, "echo 2 > /home/x")
         specs = [replace(parts.spec, key=key) for key in ("a", "b", "c")]
         children = await runtime.restore_all(parts, specs)
         assert [child.key for child in children] == ["a", "b", "c"]
         for child in children:
-            await said(runtime, child, "pgrep -x sleep")
-            assert await said(runtime, child, "echo $X; cat /home/x", session="main") == "1\n1\n"
-            await said(runtime, child, f"echo {child.key} > /home/x")
+            await output_of(runtime, child, "pgrep -x sleep")
+            assert (
+                await output_of(runtime, child, "echo $X; cat /home/x", session="main") == "1\n1\n"
+            )
+            await output_of(runtime, child, f"echo {child.key} > /home/x")
         for child in children:
-            assert await said(runtime, child, "cat /home/x") == f"{child.key}\n"
+            assert await output_of(runtime, child, "cat /home/x") == f"{child.key}\n"
         with pytest.raises(AlreadyThere):
             await runtime.restore_all(parts, [replace(parts.spec, key="d"), specs[0]])
         assert len(await runtime.sandboxes()) == 4
@@ -327,7 +335,7 @@ class Contract:
     async def test_a_suspended_sandbox_has_no_process_and_runs_on_when_resumed(
         self, runtime: Runtime, box: Handle, tmp_path: Path
     ) -> None:
-        await said(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
+        await output_of(runtime, box, "export X=1; echo 1 > /home/x; sleep 1000 &", session="main")
         parts = await runtime.suspend(box, tmp_path)
         assert parts.files is not None
         assert parts.processes is not None
@@ -339,8 +347,8 @@ class Contract:
             await runtime.create(SandboxSpec("box"))
         again = await runtime.resume(box)
         assert again.incarnation == box.incarnation + 1
-        assert await said(runtime, again, "echo $X; cat /home/x", session="main") == "1\n1\n"
-        await said(runtime, again, "pgrep -x sleep")
+        assert await output_of(runtime, again, "echo $X; cat /home/x", session="main") == "1\n1\n"
+        await output_of(runtime, again, "pgrep -x sleep")
         with pytest.raises(UnknownSandbox):
             await runtime.exec(box, "true", 1)
         assert (await runtime.facts(again)).state is State.RUNNING
@@ -364,4 +372,4 @@ class Contract:
             results.append(await runtime.exec(few, "sleep 1000 &", 3))
             assert len(results) <= 8
         await runtime.end(few)
-        assert await said(runtime, box, "echo on") == "on\n"
+        assert await output_of(runtime, box, "echo on") == "on\n"

@@ -54,18 +54,18 @@ async def test_swe_rexs_runtime_is_a_sandbox_that_survives_its_host(host: Host) 
     with pytest.raises(errors.SessionExistsError):
         await runtime.create_session(abstract.CreateBashSessionRequest())
 
-    async def said(command: str, **more: Any) -> Any:  # noqa: ANN401  # SWE-ReX's
+    async def reported(command: str, **more: Any) -> Any:  # noqa: ANN401  # SWE-ReX's
         return await runtime.run_in_session(abstract.BashAction(command=command, **more))
 
-    await said("export SECRET=7; cd /home; sleep 1000 &")
-    assert (await said("echo $SECRET $PWD")).output == "7 /home"
+    await reported("export SECRET=7; cd /home; sleep 1000 &")
+    assert (await reported("echo $SECRET $PWD")).output == "7 /home"
     with pytest.raises(errors.NonZeroExitCodeError, match="exit code 3"):
-        await said("(exit 3)")
-    assert (await said("(exit 3)", check="silent")).exit_code == 3
+        await reported("(exit 3)")
+    assert (await reported("(exit 3)", check="silent")).exit_code == 3
     with pytest.raises(errors.SessionDoesNotExistError):
-        await said("true", session="other")
+        await reported("true", session="other")
     with pytest.raises(NotImplementedError):
-        await said("gdb", is_interactive_command=True)
+        await reported("gdb", is_interactive_command=True)
     with pytest.raises(errors.CommandTimeoutError):
         await runtime.execute(abstract.Command(command=["sleep", "60"], timeout=0.5))
     await runtime.write_file(abstract.WriteFileRequest(path="/home/new/a", content="one\n"))
@@ -80,9 +80,9 @@ async def test_swe_rexs_runtime_is_a_sandbox_that_survives_its_host(host: Host) 
     assert (await runtime.read_file(asked)).content == own
     # The turn is saved, its world goes on elsewhere, and comes back as it was.
     await host.checkpoint("episode", [1, 2])
-    await said("rm -r /home/new; SECRET=8")
+    await reported("rm -r /home/new; SECRET=8")
     await host.restore("episode")
-    back = await said("echo $SECRET; cat /home/new/a; pgrep -x sleep >/dev/null && echo on")
+    back = await reported("echo $SECRET; cat /home/new/a; pgrep -x sleep >/dev/null && echo on")
     assert back.output == "7\none\non"
     await runtime.close_session(abstract.CloseBashSessionRequest())
     await deployment.stop()

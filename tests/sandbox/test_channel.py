@@ -60,10 +60,10 @@ async def test_an_answer_is_found_behind_what_a_tenant_wrote(tmp_path: Path) -> 
     thread.start()
     channel = Channel(tmp_path, lambda: True)
     try:
-        told = await asyncio.gather(*(channel.ask("hello") for _ in range(3)))
+        reply = await asyncio.gather(*(channel.ask("hello") for _ in range(3)))
     finally:
         channel.close()
-    assert told == [("ok", b"hello")] * 3
+    assert reply == [("ok", b"hello")] * 3
     thread.join()
     os.close(to)
     os.close(back)

@@ -41,10 +41,10 @@ async def test_a_fork_with_a_name_is_made_once_at_whichever_host_it_is_asked_aga
     world = World(tmp_path)
     host, other = world.host, World(tmp_path, "two")
     await host.create("s")
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     await host.checkpoint("s", [1])
     made = await host.fork("s", 2, name="group")
-    await world.said("s", "echo 2 > /home/a")
+    await world.output_of("s", "echo 2 > /home/a")
     await host.checkpoint("s", [1, 2])
     for again, here in ((host, made.sessions), (other.host, ())):
         assert await again.fork("s", 2, name="group") == replace(made, here=here)
@@ -60,7 +60,7 @@ async def test_a_fork_with_a_name_is_made_once_at_whichever_host_it_is_asked_aga
     three = (await host.fork("s", 3, name="group")).sessions
     assert three[:2] == made.sessions
     for child in three:
-        assert await world.said(child, "cat /home/a") == "1"
+        assert await world.output_of(child, "cat /home/a") == "1"
     await host.checkpoint(three[0], [1, 7])
     await host.end("s", forget=True)
     last = await host.fork("s", 3, name="group")
@@ -86,18 +86,18 @@ async def test_a_host_that_slept_in_a_named_fork_takes_no_child_from_the_one_tha
     forking = asyncio.create_task(world.host.fork("s", 2, name="group"))
     await asleep.wait()
     made = await other.host.fork("s", 1, name="group")
-    await other.said(made.sessions[0], "echo mine > /home/a")
+    await other.output_of(made.sessions[0], "echo mine > /home/a")
     await other.host.checkpoint(made.sessions[0], [1, 2])
     awake.set()
     with pytest.raises(Fenced):
         await forking
     monkeypatch.undo()
-    assert await other.said(made.sessions[0], "cat /home/a") == "mine"
+    assert await other.output_of(made.sessions[0], "cat /home/a") == "mine"
     assert (await other.host.checkpoint(made.sessions[0], [1, 2, 3])).recoverable_to == 3
     whole = await other.host.fork("s", 2, name="group")
     assert whole.sessions[0] == made.sessions[0]
     assert set(world.host.sessions()) == {"s", whole.sessions[1]}, "it had made the other one"
-    assert await world.said(whole.sessions[1], "echo there") == "there"
+    assert await world.output_of(whole.sessions[1], "echo there") == "there"
     for one in (world, other):
         await one.host.close()
 
@@ -109,10 +109,10 @@ async def test_a_session_that_is_no_child_keeps_its_name(tmp_path: Path) -> None
     await world.host.checkpoint("s", [1])
     (name,) = children.names_of("s", "group", 1)
     await world.host.create(name)
-    await world.said(name, "echo 1 > /home/a")
+    await world.output_of(name, "echo 1 > /home/a")
     with pytest.raises(AlreadyThere, match="is no child of s"):
         await world.host.fork("s", 1, name="group")
-    assert await world.said(name, "cat /home/a") == "1"
+    assert await world.output_of(name, "cat /home/a") == "1"
     await world.host.close()
 
 

@@ -66,8 +66,8 @@ async def test_sandboxes_of_one_record_are_unpacked_once(
     monkeypatch.setattr(packed, "unpack_images", unpack)
     made = await runc.restore_all(parts, [SandboxSpec(f"child{n}") for n in range(3)])
     for child in made:
-        said = await runc.exec(child, "echo $A; cat /home/b", 20, session="main")
-        assert said.stdout == b"1\n2\n"
+        result = await runc.exec(child, "echo $A; cat /home/b", 20, session="main")
+        assert result.stdout == b"1\n2\n"
     assert len(unpacked) == 1
     assert not unpacked[0].exists(), "gone when all of them run"
 

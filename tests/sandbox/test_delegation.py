@@ -83,9 +83,9 @@ def test_to_empty_a_group_of_foreign_processes_signals_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They read as 0, and signal 9 to process 0 ends the host itself."""
-    told: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda pid, _signal: told.append(pid))
+    received: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _signal: received.append(pid))
     monkeypatch.setattr("time.sleep", lambda _seconds: None)
     (tmp_path / "cgroup.procs").write_text("0\n0\n7\n")
     empty([tmp_path])
-    assert set(told) == {7}
+    assert set(received) == {7}

@@ -42,14 +42,14 @@ async def way() -> AsyncIterator[Way]:
         await writer.drain()
         writer.close()
 
-    async def tell(effect: EgressEffect) -> None:
+    async def record(effect: EgressEffect) -> None:
         made.told.append(effect)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     made.server = server.sockets[0].getsockname()[1]
     listener = socket.create_server(("127.0.0.1", 0))
     made.proxy = listener.getsockname()[1]
-    egress = Egress(["127.0.0.1"], tell)
+    egress = Egress(["127.0.0.1"], record)
     await egress.serve(listener)
     yield made
     await egress.close()
@@ -104,12 +104,12 @@ async def test_other_hosts_are_refused_by_name(way: Way) -> None:
 async def test_a_pattern_does_not_reach_the_node_itself(way: Way, host: str) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     proxy = listener.getsockname()[1]
-    told: list[EgressEffect] = []
+    received: list[EgressEffect] = []
 
-    async def tell(effect: EgressEffect) -> None:
-        told.append(effect)
+    async def record(effect: EgressEffect) -> None:
+        received.append(effect)
 
-    egress = Egress(["*"], tell)
+    egress = Egress(["*"], record)
     await egress.serve(listener)
     reader, writer = await asyncio.open_connection("127.0.0.1", proxy)
     url = f"http://{host}:{way.server}/"
@@ -119,7 +119,7 @@ async def test_a_pattern_does_not_reach_the_node_itself(way: Way, host: str) -> 
     await egress.close()
     assert answer.startswith(b"HTTP/1.1 403 ")
     assert b"--egress" in answer
-    assert (way.sent, told) == ([], [])
+    assert (way.sent, received) == ([], [])
 
 
 def test_near_is_the_loopback_the_link_and_what_this_machine_answers_to() -> None:
@@ -155,14 +155,14 @@ def test_near_is_where_a_cloud_serves_a_machines_credentials(address: str) -> No
 async def test_an_address_of_the_cloud_is_reached_where_it_was_allowed_and_not_by_a_pattern() -> (
     None
 ):
-    async def tell(_effect: EgressEffect) -> None:
+    async def record(_effect: EgressEffect) -> None:
         pass
 
     with pytest.raises(
         _NotReachable, match=r"its cloud's; start the host with --egress fd00:ec2::254"
     ):
-        await Egress(["*"], tell)._reachable("fd00:ec2::254", 80)
-    assert await Egress(["fd00:ec2::254"], tell)._reachable("fd00:ec2::254", 80) == [
+        await Egress(["*"], record)._reachable("fd00:ec2::254", 80)
+    assert await Egress(["fd00:ec2::254"], record)._reachable("fd00:ec2::254", 80) == [
         "fd00:ec2::254"
     ]
 
@@ -213,21 +213,21 @@ async def test_a_proxy_dials_only_where_its_sandboxs_template_lets_it(
     way: Way, within: str
 ) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    told: list[EgressEffect] = []
+    received: list[EgressEffect] = []
 
-    async def tell(effect: EgressEffect) -> None:
-        told.append(effect)
+    async def record(effect: EgressEffect) -> None:
+        received.append(effect)
 
-    egress = Egress(["127.0.0.1"], tell, [Network(within)])
+    egress = Egress(["127.0.0.1"], record, [Network(within)])
     await egress.serve(listener)
     way.proxy = listener.getsockname()[1]
     answer = await way.ask(f"GET http://127.0.0.1:{way.server}/ HTTP/1.1\r\n\r\n")
     await egress.close()
     if within.startswith("127"):
         assert answer.endswith(b"ok")
-        assert len(told) == len(way.sent) == 1
+        assert len(received) == len(way.sent) == 1
     else:
         assert b" 403 " in answer
         assert b"template does not let it" in answer
-        assert not told
+        assert not received
         assert not way.sent

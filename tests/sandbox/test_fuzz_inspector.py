@@ -101,15 +101,15 @@ async def test_no_effect_is_missed(runc: RuncRuntime, parts: Parts) -> None:
         await runc.exec(box, turn, 20, session=session)
         facts = await runc.facts(box)
         first = full_state(facts)
-        said = await inspector.effects("box", facts)
+        result = await inspector.effects("box", facts)
         await inspector.saved("box")
         now = first, full_state(await runc.facts(box))
         files, processes = surely_changed(before, now)
-        if said.kind is not Class.UNKNOWN and (
-            (files and not said.files) or (processes and not said.processes)
+        if result.kind is not Class.UNKNOWN and (
+            (files and not result.files) or (processes and not result.processes)
         ):
-            missed.append((turn, session, said))
-        none += said.kind is Class.NONE
+            missed.append((turn, session, result))
+        none += result.kind is Class.NONE
         before = now
     await inspector.close()
     assert missed == []

@@ -95,9 +95,9 @@ async def played(url: str, tmp_path: Path, written: dict[str, str], *words: str)
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    said, _ = await asyncio.wait_for(process.communicate(), 200)
-    assert process.returncode == 0, said.decode()
-    return said.decode()
+    output, _ = await asyncio.wait_for(process.communicate(), 200)
+    assert process.returncode == 0, output.decode()
+    return output.decode()
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ async def test_harbor_plays_a_task_directory_as_it_is(
 ) -> None:
     host, url, records = served
     await played(url, tmp_path, TASK, "--agent", agent, after)
-    told = json.loads((tmp_path / "played" / "result.json").read_text())
-    assert told["exception_info"] is None, told["exception_info"]
-    assert told["verifier_result"]["rewards"] == {"reward": reward}
+    answer = json.loads((tmp_path / "played" / "result.json").read_text())
+    assert answer["exception_info"] is None, answer["exception_info"]
+    assert answer["verifier_result"]["rewards"] == {"reward": reward}
     assert host.sessions() == (), "ended with the trial"
     kept = [records.turns(session) for session in records.sessions]
     assert bool(kept[0]) is (after == "--no-delete"), "what is not deleted can be restored"

@@ -117,7 +117,7 @@ class World:
 
         self.runtime.connect = connect  # type: ignore[method-assign]
 
-    async def said(self, session: str, command: str, host: Host | None = None) -> str:
+    async def output_of(self, session: str, command: str, host: Host | None = None) -> str:
         result = await (host or self.host).exec(session, command, 5)
         assert result.exit_code == 0, result
         return result.stdout.decode().strip()
@@ -131,21 +131,21 @@ def world(tmp_path: Path) -> World:
 async def test_a_turn_saves_what_it_changed_and_a_lost_sandbox_comes_back(world: World) -> None:
     host = world.host
     await host.create("s")
-    await world.said("s", "export SECRET=7; echo 1 > /home/a")
-    await world.said("s", "sleep 100 &")
-    told = await host.checkpoint("s", range(10))
-    assert (told.turn, told.recoverable_to, told.action) == (1, 1, "full")
-    await world.said("s", "cat /home/a")
+    await world.output_of("s", "export SECRET=7; echo 1 > /home/a")
+    await world.output_of("s", "sleep 100 &")
+    result = await host.checkpoint("s", range(10))
+    assert (result.turn, result.recoverable_to, result.action) == (1, 1, "full")
+    await world.output_of("s", "cat /home/a")
     assert (await host.checkpoint("s", range(20))).action == "none"
-    await world.said("s", "echo 2 > /home/a")
+    await world.output_of("s", "echo 2 > /home/a")
     assert (await host.checkpoint("s", range(30))).action == "files"
-    await world.said("s", "echo lost > /home/a")
+    await world.output_of("s", "echo lost > /home/a")
     await world.runtime.end(Handle(key_of("s")))
     back = await host.restore("s")
     assert back.ids == tuple(range(30))
     assert back.told.turn == 3
-    assert await world.said("s", "cat /home/a") == "2"
-    assert await world.said("s", "echo $SECRET") == "7"
+    assert await world.output_of("s", "cat /home/a") == "2"
+    assert await world.output_of("s", "echo $SECRET") == "7"
     assert (await host.exec("s", "pgrep -x sleep", 5)).exit_code == 0
 
 
@@ -154,12 +154,12 @@ async def test_another_host_takes_a_session_over_and_the_first_one_is_fenced(
 ) -> None:
     other = World(tmp_path, "two")
     await world.host.create("s")
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     await world.host.checkpoint("s", [1, 2])
     back = await other.host.restore("s", tokens=digest_of([1, 2]))
     assert back.ids == (1, 2)
-    assert await other.said("s", "cat /home/a") == "1"
-    await world.said("s", "echo stale > /home/a")
+    assert await other.output_of("s", "cat /home/a") == "1"
+    await world.output_of("s", "echo stale > /home/a")
     with pytest.raises(Fenced, match="two's under fence"):
         await world.host.checkpoint("s", [1, 2, 3])
     with pytest.raises(Fenced):
@@ -230,7 +230,7 @@ async def test_of_two_that_restore_a_session_at_one_host_the_late_one_ends_nothi
 ) -> None:
     """Whoever gives a slow host up, and is not heard, asks it again."""
     await world.host.create("s")
-    await world.said("s", "export STEP=1")
+    await world.output_of("s", "export STEP=1")
     await world.host.checkpoint("s", [1, 2])
     seen = await world.host.fence("s")
     real, first, done = world.records.history, threading.Lock(), threading.Event()
@@ -244,9 +244,9 @@ async def test_of_two_that_restore_a_session_at_one_host_the_late_one_ends_nothi
     both = [asyncio.create_task(world.host.restore("s", over=seen)) for _ in range(2)]
     ended, late = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     done.set()
-    said = await asyncio.gather(*ended, *late, return_exceptions=True)
-    assert [type(one) for one in said] == [Restored, Fenced]
-    assert await world.said("s", "echo $STEP") == "1"
+    result = await asyncio.gather(*ended, *late, return_exceptions=True)
+    assert [type(one) for one in result] == [Restored, Fenced]
+    assert await world.output_of("s", "echo $STEP") == "1"
     assert (await world.host.checkpoint("s", [1, 2, 3])).recoverable_to == 2
 
 
@@ -420,9 +420,9 @@ async def test_a_fork_goes_on_from_a_turn_whether_its_parent_runs_is_away_or_is_
 ) -> None:
     host = world.host
     await host.create("s")
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     await host.checkpoint("s", [1])
-    await world.said("s", "echo 2 > /home/a")
+    await world.output_of("s", "echo 2 > /home/a")
     await host.checkpoint("s", [1, 2])
     children = list((await host.fork("s", 3, 1)).sessions)
     await host.suspend("s")
@@ -430,10 +430,10 @@ async def test_a_fork_goes_on_from_a_turn_whether_its_parent_runs_is_away_or_is_
     await host.end("s")
     children += (await host.fork("s", 2, 1)).sessions
     for number, child in enumerate(children):
-        assert await world.said(child, "cat /home/a") == "1"
-        await world.said(child, f"echo {number} > /home/a")
+        assert await world.output_of(child, "cat /home/a") == "1"
+        await world.output_of(child, f"echo {number} > /home/a")
         assert (await host.checkpoint(child, [1, 9])).recoverable_to == 2
-    assert [await world.said(child, "cat /home/a") for child in children] == list("012345")
+    assert [await world.output_of(child, "cat /home/a") for child in children] == list("012345")
     with pytest.raises(UnknownTurn, match="no record of turn 7 of session s"):
         await host.fork("s", 2, 7)
     with pytest.raises(UnknownTurn, match="there are: none"):
@@ -444,10 +444,10 @@ async def test_a_fork_goes_on_from_a_turn_whether_its_parent_runs_is_away_or_is_
 
 async def test_a_suspended_sandbox_comes_back_when_it_is_needed(world: World) -> None:
     await world.host.create("s")
-    await world.said("s", "export A=1")
-    told = await world.host.suspend("s")
-    assert (told.phase, told.recoverable_to) == ("suspended", 1)
-    assert await world.said("s", "echo $A") == "1"
+    await world.output_of("s", "export A=1")
+    result = await world.host.suspend("s")
+    assert (result.phase, result.recoverable_to) == ("suspended", 1)
+    assert await world.output_of("s", "echo $A") == "1"
     assert (await world.host.state("s")).phase == "acting"
 
 
@@ -457,7 +457,7 @@ async def test_a_grader_that_comes_while_a_session_ends_finds_its_sandbox(
 ) -> None:
     """It waited for the suspend, and was told that the sandbox is suspended."""
     await world.host.create("s")
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     world.runtime.serve(world.host._box("s").handle, 80, b"up")
     goes_on = hold_suspends(world, monkeypatch)
     ending = asyncio.create_task(world.host.ended("s"))
@@ -488,12 +488,12 @@ async def test_a_session_that_ends_unsaved_beside_a_command_is_no_error(
 ) -> None:
     world = World(tmp_path, runtime=FakeRuntime(undumpable=["uring"]))
     await world.host.create("s")
-    await world.said("s", "uring &")
+    await world.output_of("s", "uring &")
     goes_on = hold_suspends(world, monkeypatch)
     ending = asyncio.create_task(world.host.ended("s"))
     while (await world.host.state("s")).phase != "saving":  # noqa: ASYNC110
         await asyncio.sleep(0)
-    grading = asyncio.create_task(world.said("s", "echo on"))
+    grading = asyncio.create_task(world.output_of("s", "echo on"))
     for _ in range(5):
         await asyncio.sleep(0)
     goes_on.set()
@@ -506,9 +506,9 @@ async def test_a_long_wait_suspends_and_the_answer_resumes(world: World) -> None
     await world.host.turn_began("s", [1], wait=ModelWait(120.0, 0.9))
     while (await world.host.state("s")).phase != "suspended":  # noqa: ASYNC110
         await asyncio.sleep(0)
-    told = await world.host.tokens_ready("s")
-    assert (told.phase, told.recoverable_to, told.action) == ("acting", 1, "suspend")
-    await world.said("s", "true")
+    result = await world.host.tokens_ready("s")
+    assert (result.phase, result.recoverable_to, result.action) == ("acting", 1, "suspend")
+    await world.output_of("s", "true")
 
 
 async def test_no_checkpoint_runs_while_serving_burns_its_budget(world: World) -> None:
@@ -518,18 +518,18 @@ async def test_no_checkpoint_runs_while_serving_burns_its_budget(world: World) -
     await asyncio.sleep(0.25)
     assert (await world.host.state("s")).recoverable_to == 0
     world.traffic = HostPressure()
-    told = await world.host.tokens_ready("s")
-    assert told.recoverable_to == 1
+    result = await world.host.tokens_ready("s")
+    assert result.recoverable_to == 1
 
 
 async def test_what_cannot_be_saved_is_named_and_the_sandbox_lives_on(tmp_path: Path) -> None:
     world = World(tmp_path, runtime=FakeRuntime(undumpable=["uring"]))
     await world.host.create("s")
-    await world.said("s", "uring &")
+    await world.output_of("s", "uring &")
     with pytest.raises(CannotCheckpoint, match="uring"):
         await world.host.checkpoint("s", [1])
     assert (await world.host.state("s")).recoverable_to == 0
-    await world.said("s", "pgrep -x uring")
+    await world.output_of("s", "pgrep -x uring")
 
 
 async def test_bad_calls_are_refused_by_name(world: World) -> None:
@@ -559,17 +559,17 @@ async def test_incomplete_a_record_that_failed_is_made_up_for_by_the_next(
     world: World, tmp_path: Path
 ) -> None:
     await world.host.create("s")
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     whole = world.records._store
     full = Store(tmp_path / "store", disk=FaultyDisk(0, full=True))
     world.records._store = StoredRecords(full)
     with pytest.raises(CannotCheckpoint, match="No space left"):
         await world.host.checkpoint("s", [1])
     world.records._store = whole
-    told = await world.host.checkpoint("s", [2])
-    assert (told.action, told.recoverable_to) == ("full", 2)
+    result = await world.host.checkpoint("s", [2])
+    assert (result.action, result.recoverable_to) == ("full", 2)
     await world.host.restore("s", 2)
-    assert await world.said("s", "cat /home/a") == "1"
+    assert await world.output_of("s", "cat /home/a") == "1"
 
 
 @pytest.mark.parametrize("error", [RuntimeFailed("runc state: gone"), KeyError("a bug")])
@@ -579,7 +579,7 @@ async def test_a_boundary_that_dies_before_it_saves_holds_no_agent(
     """The clock stood at Waiting: every command raised the same, and no turn could begin."""
     await world.host.create("s")
     await world.host.checkpoint("s", [1])
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
 
     async def effects(_key: str, _facts: Facts) -> Effects:
         raise error
@@ -587,16 +587,16 @@ async def test_a_boundary_that_dies_before_it_saves_holds_no_agent(
     with monkeypatch.context() as broken:
         broken.setattr(world.inspector, "effects", effects)
         await world.host.turn_began("s", [1, 2])
-        told = await world.host.tokens_ready("s")
-    assert (told.phase, told.recoverable_to) == ("acting", 1)
-    assert told.unsaved
-    await world.said("s", "echo 2 > /home/b")
-    told = await world.host.checkpoint("s", [1, 2, 3])
-    assert (told.recoverable_to, told.action, told.reason) == (3, "full", "unknown changes")
+        result = await world.host.tokens_ready("s")
+    assert (result.phase, result.recoverable_to) == ("acting", 1)
+    assert result.unsaved
+    await world.output_of("s", "echo 2 > /home/b")
+    result = await world.host.checkpoint("s", [1, 2, 3])
+    assert (result.recoverable_to, result.action, result.reason) == (3, "full", "unknown changes")
     await world.runtime.end(Handle(key_of("s")))
     await world.host.restore("s")
-    assert await world.said("s", "cat /home/a") == "1"
-    assert await world.said("s", "cat /home/b") == "2"
+    assert await world.output_of("s", "cat /home/a") == "1"
+    assert await world.output_of("s", "cat /home/b") == "2"
 
 
 async def test_a_suspend_that_dies_is_brought_back_by_whoever_needs_it(
@@ -604,7 +604,7 @@ async def test_a_suspend_that_dies_is_brought_back_by_whoever_needs_it(
 ) -> None:
     """No record, and no processes either: the sandbox was lost to its agent for ever."""
     await world.host.create("s")
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
 
     def away(*_: object) -> None:
         raise StoreFailed("away")
@@ -618,9 +618,9 @@ async def test_a_suspend_that_dies_is_brought_back_by_whoever_needs_it(
         await world.host.turn_began("s", [1], wait=ModelWait(120.0, 0.9))
         with pytest.raises(RuntimeFailed, match="no memory"):
             await world.host.tokens_ready("s")
-    told = await world.host.tokens_ready("s")
-    assert (told.phase, told.recoverable_to) == ("acting", 0)
-    assert await world.said("s", "cat /home/a") == "1"
+    result = await world.host.tokens_ready("s")
+    assert (result.phase, result.recoverable_to) == ("acting", 0)
+    assert await world.output_of("s", "cat /home/a") == "1"
     assert (await world.host.checkpoint("s", [1, 2])).recoverable_to == 2
 
 
@@ -630,18 +630,18 @@ async def test_a_lost_block_of_an_earlier_record_is_made_up_for_at_once(
 ) -> None:
     """What points to it is no record, and a turn that changed nothing had nothing else to say."""
     await world.host.create("s")
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     await world.host.checkpoint("s", [1])
     for block in (tmp_path / "store" / "record-blocks").glob("*/??/*"):
         block.unlink()
-    await world.said("s", change)
-    told = await world.host.checkpoint("s", [1, 2])
-    assert (told.recoverable_to, told.action) == (2, "full")
-    assert told.reason == "an earlier record is lost"
-    there = await world.said("s", "cat /home/a")
+    await world.output_of("s", change)
+    result = await world.host.checkpoint("s", [1, 2])
+    assert (result.recoverable_to, result.action) == (2, "full")
+    assert result.reason == "an earlier record is lost"
+    there = await world.output_of("s", "cat /home/a")
     await world.runtime.end(Handle(key_of("s")))
     assert (await world.host.restore("s")).ids == (1, 2)
-    assert await world.said("s", "cat /home/a") == there
+    assert await world.output_of("s", "cat /home/a") == there
     assert (await world.host.checkpoint("s", [1, 2, 3])).action == "none"
 
 
@@ -650,7 +650,7 @@ async def test_a_damaged_block_that_a_restored_host_reads_again_is_made_up_for_a
 ) -> None:
     """It has no index of what lies where, so it reads what the record before has."""
     await world.host.create("s")
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     await world.host.checkpoint("s", [1])
     await world.runtime.end(Handle(key_of("s")))
     await world.host.restore("s")
@@ -659,20 +659,20 @@ async def test_a_damaged_block_that_a_restored_host_reads_again_is_made_up_for_a
     (name,) = files.packs.values()
     (block,) = (tmp_path / "store" / "record-blocks").glob(f"*/??/{name}")
     block.write_bytes(b"torn")
-    await world.said("s", "echo 2 > /home/a")
-    told = await world.host.checkpoint("s", [1, 2])
-    assert (told.recoverable_to, told.action) == (2, "full")
-    assert told.reason == "an earlier record is lost"
+    await world.output_of("s", "echo 2 > /home/a")
+    result = await world.host.checkpoint("s", [1, 2])
+    assert (result.recoverable_to, result.action) == (2, "full")
+    assert result.reason == "an earlier record is lost"
     await world.runtime.end(Handle(key_of("s")))
     assert (await world.host.restore("s")).ids == (1, 2)
-    assert await world.said("s", "cat /home/a") == "2"
+    assert await world.output_of("s", "cat /home/a") == "2"
 
 
 async def test_inconsistent_halves_are_never_joined(world: World, tmp_path: Path) -> None:
     await world.host.create("s")
-    await world.said("s", "true")
+    await world.output_of("s", "true")
     await world.host.checkpoint("s", [1])
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     cut = world.runtime.checkpoint
 
     async def moving(handle: Handle, kind: Kind, into: Path) -> CheckpointParts:
@@ -683,10 +683,10 @@ async def test_inconsistent_halves_are_never_joined(world: World, tmp_path: Path
         return parts
 
     world.runtime.checkpoint = moving  # type: ignore[method-assign]
-    told = await world.host.checkpoint("s", [1, 2])
-    assert told.action == "full"
+    result = await world.host.checkpoint("s", [1, 2])
+    assert result.action == "full"
     await world.host.restore("s")
-    assert await world.said("s", "cat /home/a") == "2"
+    assert await world.output_of("s", "cat /home/a") == "2"
     assert (await world.host.exec("s", "pgrep -x sleep", 5)).exit_code == 0
     del tmp_path
 
@@ -706,13 +706,13 @@ async def test_an_unbound_replay_is_refused(world: World) -> None:
     counted = "echo x >> /home/log"
     for _ in range(2):  # asked twice, run once
         assert (await world.host.exec("s", counted, 5, name="turn-1")).exit_code == 0
-    assert await world.said("s", "cat /home/log") == "x"
+    assert await world.output_of("s", "cat /home/log") == "x"
     with pytest.raises(CommandDiffers, match="turn-1 of session s was another command"):
         await world.host.exec("s", "rm /home/log", 5, name="turn-1")
     await world.host.checkpoint("s", [1, 2])
     await world.host.restore("s")
     await world.host.exec("s", counted, 5, name="turn-1")
-    assert await world.said("s", "cat /home/log") == "x"
+    assert await world.output_of("s", "cat /home/log") == "x"
     with pytest.raises(TokensDiffer, match="restore the turn whose tokens you have"):
         await world.host.restore("s", tokens=digest_of([1, 3]))
 
@@ -746,7 +746,7 @@ async def test_a_suspend_without_a_record_runs_on_as_after_any_resume(
 async def test_a_fenced_host_that_suspends_ends_its_sandbox(world: World, tmp_path: Path) -> None:
     await world.host.create("s")
     await world.host.checkpoint("s", [1])
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     await World(tmp_path, "two").host.restore("s")
     with pytest.raises(Fenced):
         await world.host.suspend("s")

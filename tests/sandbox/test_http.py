@@ -65,8 +65,10 @@ async def test_an_agent_works_forks_and_leaves_nothing_behind(served: Served) ->
         for child in children:
             async with child:
                 assert await child.read("/home/a") == b"1"
-        told = await box.began([1, 2, 3], weight_versions=["grpo@1.2"], wait=ModelWait(3.0, 0.5))
-        assert told.turn == 2
+        reported = await box.began(
+            [1, 2, 3], weight_versions=["grpo@1.2"], wait=ModelWait(3.0, 0.5)
+        )
+        assert reported.turn == 2
         assert (await box.ready()).recoverable_to == 2
         assert (await box.suspend()).phase == "suspended"
         assert await box.read("/home/a") == b"2"

@@ -101,11 +101,11 @@ async def test_turns_are_classed_by_their_net_effect(
     wrong = []
     for command, expected in turns:
         await runc.exec(box, command, 20, session=session)
-        said = await inspector.effects("box", await runc.facts(box))
+        result = await inspector.effects("box", await runc.facts(box))
         await inspector.saved("box")
-        assert said.calls
-        if expected is not None and said.kind is not expected:
-            wrong.append((command, expected.value, said))
+        assert result.calls
+        if expected is not None and result.kind is not expected:
+            wrong.append((command, expected.value, result))
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -160,8 +160,8 @@ async def test_a_write_into_the_memory_of_another_process_is_unknown_by_whatever
     await inspector.watch("box", await runc.facts(box))
     made = await runc.exec(box, poke, 60)
     assert made.exit_code == 0, made
-    said = await inspector.effects("box", await runc.facts(box))
-    assert said.unknown == ("memory of another process",)
+    result = await inspector.effects("box", await runc.facts(box))
+    assert result.unknown == ("memory of another process",)
 
 
 IN_C = "python3 -c 'import ctypes; c = ctypes.CDLL(None); {}'"
@@ -184,8 +184,8 @@ async def test_what_leaves_no_trace_is_unknown(
     box = await runc.create(SandboxSpec("box"))
     await inspector.watch("box", await runc.facts(box))
     await runc.exec(box, command, 60)
-    said = await inspector.effects("box", await runc.facts(box))
-    assert (said.kind, said.unknown) == (UNKNOWN, (reason,))
+    result = await inspector.effects("box", await runc.facts(box))
+    assert (result.kind, result.unknown) == (UNKNOWN, (reason,))
     await runc.end(box)
 
 

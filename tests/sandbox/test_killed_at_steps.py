@@ -127,7 +127,7 @@ PAID = EgressEffect(0, "POST", "pay.example/orders")
 
 
 @dataclass
-class Told:
+class CallerLog:
     """What its host had answered when it died.
 
     Attributes:
@@ -150,71 +150,73 @@ def ids(turn: int) -> list[int]:
     return list(range(2 * turn))
 
 
-async def act(world: World, turn: int, told: Told) -> None:
+async def act(world: World, turn: int, reported: CallerLog) -> None:
     """The commands of a turn, counted from 1."""
     for number, command in enumerate(TURNS[turn - 1]):
         await world.host.exec("s", command, 5, name=f"{turn}.{number}")
-    if turn == 2 and not told.paid:
+    if turn == 2 and not reported.paid:
         await world.host._left(world.host._box("s"), PAID)
-        told.paid = True
+        reported.paid = True
 
 
-async def play(world: Mortal, told: Told, turns: int = len(TURNS)) -> None:
+async def play(world: Mortal, reported: CallerLog, turns: int = len(TURNS)) -> None:
     """From where the session stands to its last turn."""
     begin = (await world.host.state("s")).turn
     for turn in range(begin + 1, turns + 1):
-        await act(world, turn, told)
+        await act(world, turn, reported)
         if turn == 3:  # the model's answer takes long
             await world.host.suspend("s")
-            told.turn = max(told.turn, (await world.host.state("s")).recoverable_to)
+            reported.turn = max(reported.turn, (await world.host.state("s")).recoverable_to)
         else:
-            told.turn = max(told.turn, (await world.host.checkpoint("s", ids(turn))).recoverable_to)
-        told.states.append(await world.state("s") if turn != 3 else (b"", b""))
+            reported.turn = max(
+                reported.turn, (await world.host.checkpoint("s", ids(turn))).recoverable_to
+            )
+        reported.states.append(await world.state("s") if turn != 3 else (b"", b""))
 
 
-async def begun(world: Mortal, told: Told) -> None:
+async def begun(world: Mortal, reported: CallerLog) -> None:
     await world.host.create("s")
-    told.turn = 0
+    reported.turn = 0
 
 
-async def forward(world: Mortal, told: Told) -> None:
-    await begun(world, told)
-    await play(world, told)
+async def forward(world: Mortal, reported: CallerLog) -> None:
+    await begun(world, reported)
+    await play(world, reported)
 
 
-async def forked(world: Mortal, told: Told) -> None:
-    await begun(world, told)
-    await play(world, told, 2)
-    told.children = (await world.host.fork("s", 2)).sessions
-    for name in told.children:
+async def forked(world: Mortal, reported: CallerLog) -> None:
+    await begun(world, reported)
+    await play(world, reported, 2)
+    reported.children = (await world.host.fork("s", 2)).sessions
+    for name in reported.children:
         await world.host.exec(name, "echo child >> /home/log", 5)
         await world.host.checkpoint(name)
 
 
-async def went_back(world: Mortal, told: Told) -> None:
-    await begun(world, told)
-    await play(world, told, 2)
+async def went_back(world: Mortal, reported: CallerLog) -> None:
+    await begun(world, reported)
+    await play(world, reported, 2)
     await world.host.restore("s", 1, flag=True)
-    told.back = True
+    reported.back = True
 
 
-async def forgotten(world: Mortal, told: Told) -> None:
-    await begun(world, told)
-    await play(world, told, 1)
+async def forgotten(world: Mortal, reported: CallerLog) -> None:
+    await begun(world, reported)
+    await play(world, reported, 1)
     await world.host.end("s", forget=True)
-    told.back = True
+    reported.back = True
 
 
-Script = Callable[[Mortal, Told], Awaitable[None]]
+Script = Callable[[Mortal, CallerLog], Awaitable[None]]
 
 
-def lived(root: Path, life: Life, script: Script) -> tuple[Mortal, Told]:
+def lived(root: Path, life: Life, script: Script) -> tuple[Mortal, CallerLog]:
     """A host's life, to its end."""
-    world, told = Mortal(root, "one", life), Told()
+    world, reported = Mortal(root, "one", life), CallerLog()
 
     async def live() -> None:
-        await script(world, told)
-        told.steps = life.steps
+        await script(world, reported)
+        reported.steps = life.steps
         await world.host.close()
 
     if life.at is None:
@@ -222,14 +224,14 @@ def lived(root: Path, life: Life, script: Script) -> tuple[Mortal, Told]:
     else:
         with pytest.raises(Crash):
             asyncio.run(live())
-    return world, told
+    return world, reported
 
 
-def lives(root: Path, script: Script) -> tuple[int, Told]:
+def lives(root: Path, script: Script) -> tuple[int, CallerLog]:
     """Steps of a life that nobody ends, and what it told."""
-    _, told = lived(root, Life(), script)
-    assert told.steps > 20
-    return told.steps, told
+    _, reported = lived(root, Life(), script)
+    assert reported.steps > 20
+    return reported.steps, reported
 
 
 def after(world: Mortal, where: str) -> Mortal:
@@ -247,29 +249,29 @@ WHERE = pytest.mark.parametrize("where", ["elsewhere", "here", "power"])
 def test_an_agent_ends_as_if_its_host_had_not_been_killed(tmp_path: Path, where: str) -> None:
     steps, whole = lives(tmp_path / "whole", forward)
 
-    async def go_on(world: Mortal, told: Told) -> None:
+    async def go_on(world: Mortal, received: CallerLog) -> None:
         try:
-            back = await world.host.restore("s", flag=told.paid)
+            back = await world.host.restore("s", flag=received.paid)
         except UnknownTurn:
-            assert told.turn < 0, "it had answered that there is a sandbox"
+            assert received.turn < 0, "it had answered that there is a sandbox"
             await world.host.create("s")
         else:
             turn = back.told.turn
-            assert turn >= told.turn, "a turn that was called recoverable is lost"
+            assert turn >= received.turn, "a turn that was called recoverable is lost"
             assert back.ids == (() if turn == 3 else tuple(ids(turn))), "tokens of another turn"
             if turn not in {0, 3}:
                 assert await world.state("s") == whole.states[turn - 1], "a mixture"
-        told.states = []
-        await play(world, told)
-        assert told.states[-1] == whole.states[-1]
-        assert await world.said("s", "cat /home/log") == "1\n2"
+        received.states = []
+        await play(world, received)
+        assert received.states[-1] == whole.states[-1]
+        assert await world.output_of("s", "cat /home/log") == "1\n2"
         with pytest.raises(EffectsCrossed, match=r"pay\.example"):
             await world.host.restore("s", 1)
         await world.host.close()
 
     for at in range(steps):
-        world, told = lived(tmp_path / f"{at}", Life(at), forward)
-        asyncio.run(go_on(after(world, where), told))
+        world, received = lived(tmp_path / f"{at}", Life(at), forward)
+        asyncio.run(go_on(after(world, where), received))
         shutil.rmtree(world.root)
 
 
@@ -279,22 +281,22 @@ def test_a_fork_that_was_answered_is_whole_and_its_parent_always(
 ) -> None:
     steps, whole = lives(tmp_path / "whole", forked)
 
-    async def go_on(world: Mortal, told: Told) -> None:
-        for name in told.children:
+    async def go_on(world: Mortal, reported: CallerLog) -> None:
+        for name in reported.children:
             await world.host.restore(name)
-            assert await world.said(name, "cat /home/log") in {"1\n2", "1\n2\nchild"}
-            await world.said(name, "pgrep sleep")
-        if told.turn == 2:
+            assert await world.output_of(name, "cat /home/log") in {"1\n2", "1\n2\nchild"}
+            await world.output_of(name, "pgrep sleep")
+        if reported.turn == 2:
             await world.host.restore("s")
             assert await world.state("s") == whole.states[1]
             (child,) = (await world.host.fork("s", 1)).sessions
-            assert child not in told.children
-            assert await world.said(child, "cat /home/log") == "1\n2"
+            assert child not in reported.children
+            assert await world.output_of(child, "cat /home/log") == "1\n2"
         await world.host.close()
 
     for at in range(steps):
-        world, told = lived(tmp_path / f"{at}", Life(at), forked)
-        asyncio.run(go_on(after(world, where), told))
+        world, reported = lived(tmp_path / f"{at}", Life(at), forked)
+        asyncio.run(go_on(after(world, where), reported))
         shutil.rmtree(world.root)
 
 
@@ -302,23 +304,23 @@ def test_a_fork_that_was_answered_is_whole_and_its_parent_always(
 def test_a_step_back_is_done_or_not_and_forgets_no_effect(tmp_path: Path, where: str) -> None:
     steps, whole = lives(tmp_path / "whole", went_back)
 
-    async def go_on(world: Mortal, told: Told) -> None:
-        if told.paid:
+    async def go_on(world: Mortal, reported: CallerLog) -> None:
+        if reported.paid:
             turns = world.records.turns("s")
             if turns[-1] > 1:
-                assert not told.back
+                assert not reported.back
                 with pytest.raises(EffectsCrossed, match=r"pay\.example"):
                     await world.host.restore("s", 1)
             back = await world.host.restore("s", flag=True)
-            assert back.told.turn >= (1 if told.back else told.turn if turns[-1] > 1 else 1)
+            assert back.told.turn >= (1 if reported.back else reported.turn if turns[-1] > 1 else 1)
             assert await world.state("s") == whole.states[back.told.turn - 1]
             effects = world.host._box("s").effects
             assert [one.target for one in effects] == ["pay.example/orders"], "once"
         await world.host.close()
 
     for at in range(steps):
-        world, told = lived(tmp_path / f"{at}", Life(at), went_back)
-        asyncio.run(go_on(after(world, where), told))
+        world, reported = lived(tmp_path / f"{at}", Life(at), went_back)
+        asyncio.run(go_on(after(world, where), reported))
         shutil.rmtree(world.root)
 
 
@@ -326,20 +328,20 @@ def test_a_step_back_is_done_or_not_and_forgets_no_effect(tmp_path: Path, where:
 def test_a_session_is_forgotten_or_whole(tmp_path: Path, where: str) -> None:
     steps, whole = lives(tmp_path / "whole", forgotten)
 
-    async def go_on(world: Mortal, told: Told) -> None:
+    async def go_on(world: Mortal, reported: CallerLog) -> None:
         try:
             back = await world.host.restore("s")
         except UnknownTurn:
             await world.host.create("s")
         else:
-            assert not told.back, "it had answered that all is gone"
+            assert not reported.back, "it had answered that all is gone"
             if back.told.turn:
                 assert await world.state("s") == whole.states[0]
         await world.host.close()
 
     for at in range(steps):
-        world, told = lived(tmp_path / f"{at}", Life(at), forgotten)
-        asyncio.run(go_on(after(world, where), told))
+        world, reported = lived(tmp_path / f"{at}", Life(at), forgotten)
+        asyncio.run(go_on(after(world, where), reported))
         shutil.rmtree(world.root)
 
 
@@ -354,29 +356,29 @@ def test_any_one_step_of_a_boundary_may_fail_and_the_next_record_has_all(
         world = Mortal(root, "one", life)
         await world.host.create("s")
         await world.host.checkpoint("s", ids(1))
-        await world.said("s", "echo 2 >> /home/log")
+        await world.output_of("s", "echo 2 >> /home/log")
         if way != "files":
-            await world.said("s", "sleep 100 &")
+            await world.output_of("s", "sleep 100 &")
         life.steps, life.at, life.once = 0, at, True
         world.disk._full = True
         try:
             if way == "suspend":
-                told = await world.host.suspend("s")
+                result = await world.host.suspend("s")
             else:
-                told = await world.host.checkpoint("s", ids(2))
+                result = await world.host.checkpoint("s", ids(2))
         except CannotCheckpoint:
-            told = await world.host.state("s")
-            assert told.phase == "acting", "the agent is held"
+            result = await world.host.state("s")
+            assert result.phase == "acting", "the agent is held"
         failed, life.at = life.steps, None
-        await world.said("s", "echo 3 >> /home/log")
+        await world.output_of("s", "echo 3 >> /home/log")
         assert (await world.host.checkpoint("s", ids(3))).recoverable_to == 3
         there = await world.state("s")
         other = Mortal(root, "two", Life())
         await other.host.restore("s")
         assert await other.state("s") == there
-        if told.recoverable_to == 2:
+        if result.recoverable_to == 2:
             await other.host.restore("s", 2)
-            assert await other.said("s", "cat /home/log") == "2"
+            assert await other.output_of("s", "cat /home/log") == "2"
         await other.host.close()
         await world.host.close()
         return failed, there

@@ -77,13 +77,13 @@ class Agent:
         assert made.exit_code == 0, made
 
     async def _ask(self) -> None:
-        said = {"role": "user", "content": f"turn {self.turn} is done"}
-        body = {"messages": [*self.talk, said], "max_tokens": 6, "session_id": self.session}
+        found = {"role": "user", "content": f"turn {self.turn} is done"}
+        body = {"messages": [*self.talk, found], "max_tokens": 6, "session_id": self.session}
         async with self.stage.post("/v1/chat/completions", body) as reply:
             answer = await reply.json()
             assert reply.status == 200, answer
         message = {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
-        self.talk += [said, message]
+        self.talk += [found, message]
         self.turn += 1
 
     async def _again_if_lost(self, work: Callable[[], Any]) -> None:

@@ -28,7 +28,7 @@ Act = Callable[[World], Awaitable[None]]
 
 
 async def runs(world: World) -> None:
-    await world.said("s", "echo 2 > /home/a")
+    await world.output_of("s", "echo 2 > /home/a")
 
 
 async def writes(world: World) -> None:
@@ -91,7 +91,7 @@ async def test_an_act_that_waits_for_another_is_of_no_turn_that_began_in_between
     act = asyncio.create_task(host.exec("s", "echo of the next turn > /home/a", 5))
     await asyncio.gather(running, began, act)
     assert world.records.ids(world.records.read("s", 2)) == (1, 2)
-    assert await world.said("s", "cat /home/a") == "of the next turn"
+    assert await world.output_of("s", "cat /home/a") == "of the next turn"
     await host.restore("s", 2)
     assert (await host.exec("s", "cat /home/a", 5)).exit_code == 1
 
@@ -157,8 +157,8 @@ async def test_what_is_acted_in_during_its_save_is_of_no_record(
     with monkeypatch.context() as patched:
         patched.setattr(world.runtime, step, acting)
         await host.turn_began("s", [1], wait=ModelWait(1e4 if step == "facts" else 0.0, 1.0))
-        told = await host.tokens_ready("s")
-        assert (told.phase, told.unsaved) == ("acting", "a connection")
+        result = await host.tokens_ready("s")
+        assert (result.phase, result.unsaved) == ("acting", "a connection")
     assert world.records.turns("s") == (0,)
     assert (await host.checkpoint("s", [1, 2])).recoverable_to == 2
 
@@ -183,9 +183,9 @@ async def test_what_the_end_of_a_session_saves_goes_with_all_its_tokens_or_with_
     await world.host.turn_began("s", [1, 2])
     await world.host.tokens_ready("s")
     if acts:
-        await world.said("s", "echo 1 > /home/a")
-    told = await world.host.ended("s", whole)
-    assert (told.phase, told.recoverable_to) == ("suspended", 2)
+        await world.output_of("s", "echo 1 > /home/a")
+    result = await world.host.ended("s", whole)
+    assert (result.phase, result.recoverable_to) == ("suspended", 2)
     assert world.records.ids(world.records.read("s", 2)) == bound
     assert world.records.ids(world.records.read("s", 1)) == (1, 2)
     back = await world.host.restore("s")
@@ -201,7 +201,7 @@ async def test_a_checkpoint_without_tokens_goes_with_those_of_its_moment_or_with
     await world.host.turn_began("s", [1, 2], weight_versions=["run@1.0"], history=b"all")
     await world.host.tokens_ready("s")
     if acts:
-        await world.said("s", "echo 1 > /home/a")
+        await world.output_of("s", "echo 1 > /home/a")
     assert (await world.host.checkpoint("s")).recoverable_to == 2
     back = await world.host.restore("s")
     assert back.ids == (() if acts else (1, 2))
@@ -218,7 +218,7 @@ async def test_over_http_the_moment_is_an_etag_and_a_late_turn_a_failed_precondi
         await world.host.create("s")
         async with http.get("/sessions/s") as answer:
             asked = answer.headers["ETag"]
-        await world.said("s", "echo 1 > /home/a")
+        await world.output_of("s", "echo 1 > /home/a")
         late = {"If-Match": asked}
         async with http.post("/sessions/s/turn", json={"ids": [1]}, headers=late) as answer:
             assert answer.status == 412
@@ -251,7 +251,7 @@ async def test_a_grader_comes_after_a_session_that_ended_before_its_turn_had_a_p
     await host.turn_began("s", [1, 2])
     assert (await host.tokens_ready("s")).recoverable_to == 0
     assert (await host.ended("s", BoundTokens((1, 2, 3)))).phase == "suspended"
-    assert await world.said("s", "echo graded") == "graded"
+    assert await world.output_of("s", "echo graded") == "graded"
 
 
 async def test_a_connection_waits_for_a_save_as_a_command_does(
@@ -300,25 +300,27 @@ async def test_of_replicas_that_end_a_session_the_one_that_knows_its_last_turn_i
     host = world.host
     await host.create("s")
     await host.turn_began("s", [1, 2])
-    await world.said("s", "echo 1 > /home/a")  # on the reply, 3
+    await world.output_of("s", "echo 1 > /home/a")  # on the reply, 3
     asked = (await host.moment("s"))[0]
-    await world.said("s", "echo 2 > /home/a")  # on the reply to the next turn, of which it is late
+    await world.output_of(
+        "s", "echo 2 > /home/a"
+    )  # on the reply to the next turn, of which it is late
     with pytest.raises(HeardLate):
         await host.turn_began("s", [1, 2, 3, 4], if_match=asked)
-    said = [whole((1, 2, 3), 2), whole((), 0), whole((1, 2, 3, 4, 5), 4)]
+    found = [whole((1, 2, 3), 2), whole((), 0), whole((1, 2, 3, 4, 5), 4)]
     at = ["missed", "knows nothing", "knows all"].index(first)
-    told = await host.ended("s", said[at])
-    assert told.phase == "suspended"
+    result = await host.ended("s", found[at])
+    assert result.phase == "suspended"
     bound = (1, 2, 3, 4, 5) if first == "knows all" else ()
     assert world.records.ids(world.records.read("s")) == bound
-    for one in said[at + 1 :] + said[:at]:
+    for one in found[at + 1 :] + found[:at]:
         await host.ended("s", one)
     newest = world.records.read("s")
     assert (newest.turn, world.records.ids(newest)) == (2, (1, 2, 3, 4, 5))
     assert world.records.ids(world.records.read("s", 1)) == (1, 2)
     back = await host.restore("s")
     assert back.ids == (1, 2, 3, 4, 5)
-    assert await world.said("s", "cat /home/a") == "2"
+    assert await world.output_of("s", "cat /home/a") == "2"
 
 
 async def test_tokens_from_before_a_step_back_are_of_no_record_after_it(world: World) -> None:
@@ -326,15 +328,15 @@ async def test_tokens_from_before_a_step_back_are_of_no_record_after_it(world: W
     host = world.host
     await host.create("s")
     await host.turn_began("s", [1])
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     await host.turn_began("s", [1, 2, 3])
-    await world.said("s", "echo 2 > /home/a")
+    await world.output_of("s", "echo 2 > /home/a")
     await host.restore("s", 1)
-    await world.said("s", "echo other > /home/a")
+    await world.output_of("s", "echo other > /home/a")
     await host.ended("s", whole((1, 2, 3, 4), 3))
     assert world.records.ids(world.records.read("s")) == ()
     await host.restore("s", 1)
-    await world.said("s", "echo again > /home/a")
+    await world.output_of("s", "echo again > /home/a")
     await host.ended("s", whole((1, 2), 1))
     assert world.records.ids(world.records.read("s")) == (1, 2)
 
@@ -345,10 +347,10 @@ async def test_a_session_whose_grader_has_acted_since_it_ended_is_bound_to_nothi
     host = world.host
     await host.create("s")
     await host.turn_began("s", [1])
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     await host.ended("s")
     await host.resume("s")
-    await world.said("s", "echo graded > /home/a")
+    await world.output_of("s", "echo graded > /home/a")
     assert world.records.ids(world.records.read("s", 2)) == ()
     await host.ended("s", whole((1, 2), 1))
     assert world.records.ids(world.records.read("s", 2)) == ()
@@ -358,9 +360,9 @@ async def test_a_checkpoint_of_a_harness_is_no_turn_that_a_router_missed(world: 
     host = world.host
     await host.create("s")
     await host.turn_began("s", [1])
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     await host.checkpoint("s", [1, 2])
-    await world.said("s", "echo 2 > /home/a")
+    await world.output_of("s", "echo 2 > /home/a")
     await host.ended("s", whole((1, 2), 1))
     assert world.records.ids(world.records.read("s")) == (1, 2)
 
@@ -371,7 +373,7 @@ async def test_a_record_that_cannot_be_bound_anew_stands_as_it_was(
     host = world.host
     await host.create("s")
     await host.turn_began("s", [1])
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
     await host.ended("s")
 
     def fails(*_: object) -> NoReturn:

@@ -98,6 +98,6 @@ async def test_nemo_gyms_own_api_finds_and_drives_sandboxes(
         stderr=asyncio.subprocess.STDOUT,
         cwd=tmp_path,
     )
-    said, _ = await asyncio.wait_for(program.communicate(), 200)
-    assert program.returncode == 0, said.decode()
+    output, _ = await asyncio.wait_for(program.communicate(), 200)
+    assert program.returncode == 0, output.decode()
     assert host.sessions() == (), "closed sandboxes are gone"

@@ -61,10 +61,10 @@ class Hosts:
         """Whether the first one has what was said last, as it has after a wait for a model."""
         far = RemoteHost(self.first.url, "word")
         try:
-            told = await far.state(session)
+            result = await far.state(session)
         finally:
             await far.close()
-        return told.recoverable_to == BEFORE_THE_KILL
+        return result.recoverable_to == BEFORE_THE_KILL
 
     async def sessions(self) -> list[str]:
         """Sessions that the second host knows."""
@@ -98,15 +98,15 @@ async def started(program: str, tmp_path: Path, *words: str) -> Process:
     )
 
 
-async def until_it_says(process: Process, word: str) -> str:
+async def until_it_prints(process: Process, marker: str) -> str:
     """What it said up to a line with a word."""
-    said = ""
+    text = ""
     assert process.stdout is not None
     while line := (await process.stdout.readline()).decode():
-        said += line
-        if word in line:
-            return said
-    raise AssertionError(said)
+        text += line
+        if marker in line:
+            return text
+    raise AssertionError(text)
 
 
 @pytest.fixture
@@ -116,8 +116,8 @@ async def counter(tmp_path: Path) -> Path:
     made = await asyncio.create_subprocess_exec(
         *(str(PYTHON.with_name("openenv")), "init", "counter"), cwd=tmp_path, stdout=PIPE
     )
-    said, _ = await made.communicate()
-    assert made.returncode == 0, said.decode()
+    output, _ = await made.communicate()
+    assert made.returncode == 0, output.decode()
     return tmp_path / "counter"
 
 
@@ -131,15 +131,15 @@ async def test_an_episode_goes_on_in_the_same_connection_when_its_host_is_killed
 ) -> None:
     process = await started("episode.py", tmp_path, str(counter), *hosts.urls)
     try:
-        await until_it_says(process, "KILL")
+        await until_it_prints(process, "KILL")
         while not await hosts.saved("episode"):  # noqa: ASYNC110 - another process knows
             await asyncio.sleep(0.2)
         await hosts.lose_first(by)
-        said, _ = await asyncio.wait_for(process.communicate(b"killed\n"), 200)
+        output, _ = await asyncio.wait_for(process.communicate(b"killed\n"), 200)
     finally:
         if process.returncode is None:
             process.kill()
-    assert process.returncode == 0, said.decode()
+    assert process.returncode == 0, output.decode()
     assert await hosts.sessions() == [], "closed with its client"
     far = RemoteHost(hosts.urls[1], "word")
     await far.end("episode", forget=True)
@@ -163,10 +163,10 @@ async def test_with_a_router_it_goes_on_where_the_router_puts_it(
     router = f"http://127.0.0.1:{runner.addresses[0][1]}"
     process = await started("episode.py", tmp_path, str(counter), *hosts.urls, router)
     try:
-        await until_it_says(process, "KILL")
+        await until_it_prints(process, "KILL")
         await hosts.lose_first(signal.SIGKILL)
-        said, _ = await asyncio.wait_for(process.communicate(b"killed\n"), 200)
-        assert process.returncode == 0, said.decode()
+        output, _ = await asyncio.wait_for(process.communicate(b"killed\n"), 200)
+        assert process.returncode == 0, output.decode()
         assert asked == [("episode", "Bearer turns")]
         await far.end("episode", forget=True)
     finally:
@@ -180,13 +180,13 @@ async def test_what_cannot_be_started_is_told_by_openenvs_own_errors(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     process = await started("refusals.py", tmp_path, *hosts.urls)
-    said, _ = await asyncio.wait_for(process.communicate(), 200)
-    assert process.returncode == 0, said.decode()
+    output, _ = await asyncio.wait_for(process.communicate(), 200)
+    assert process.returncode == 0, output.decode()
     assert await hosts.sessions() == []
 
 
 async def test_a_conversation_outlives_the_way_that_carries_it(tmp_path: Path) -> None:
     need_openenv()
     process = await started("lines.py", tmp_path)
-    said, _ = await asyncio.wait_for(process.communicate(), 100)
-    assert process.returncode == 0, said.decode()
+    output, _ = await asyncio.wait_for(process.communicate(), 100)
+    assert process.returncode == 0, output.decode()

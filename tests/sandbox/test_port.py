@@ -107,8 +107,8 @@ async def test_a_large_body_is_sent_on_no_faster_than_it_is_read(port: Port) -> 
         await asyncio.sleep(0.2)
     assert 0 < sent < LARGE // 2, "what is not read inside waits at its caller"
     port.inside.reads.set()
-    async with await answer as told:
-        assert (told.status, await told.text()) == (200, digest.hexdigest())
+    async with await answer as result:
+        assert (result.status, await result.text()) == (200, digest.hexdigest())
     assert port.inside.lengths == [str(LARGE)]
 
 

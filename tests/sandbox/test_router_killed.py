@@ -137,7 +137,7 @@ class Town:
             last = request.path.rpartition("/")[2]
             self.life.step(f"{name} is asked {last}")
             if last == "generate" and not self.hears_late:
-                await self._told()
+                await self._deliver()
             if last == "turn":
                 await asyncio.sleep(self.hears_late)
             answer = await handler(request)
@@ -148,7 +148,7 @@ class Town:
 
         return step
 
-    async def _told(self) -> None:
+    async def _deliver(self) -> None:
         """A model takes longer than to tell a host that a turn began; so does this one."""
         while not self.told.is_set() and self.routers[-1].process.is_alive():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -367,9 +367,12 @@ async def left(town: Town, agent: Agent, *, trains: bool) -> Ended:
     everyone = (agent.session, *agent.children)
     rows = [_trained(await town.rows(session)) for session in everyone[:2] if trains]
     assert set(world.host.sessions()) == set(everyone), "there are some of whom nobody knows"
-    assert (await world.said(agent.session, "cat /home/log")).split() == log
+    assert (await world.output_of(agent.session, "cat /home/log")).split() == log
     for child in agent.children:
-        assert (await world.said(child, "cat /home/log")).split() == [*log[: agent.forked], child]
+        assert (await world.output_of(child, "cat /home/log")).split() == [
+            *log[: agent.forked],
+            child,
+        ]
     bound: set[tuple[int, tuple[int, ...]]] = set()
     for turn in reversed(world.records.turns(agent.session)):
         record = world.records.read(agent.session, turn)
@@ -377,7 +380,7 @@ async def left(town: Town, agent: Agent, *, trains: bool) -> Ended:
         assert done == log[: len(done)], "each once, and in order"
         await world.host.restore(agent.session, turn)
         if done:
-            assert (await world.said(agent.session, "cat /home/log")).split() == done
+            assert (await world.output_of(agent.session, "cat /home/log")).split() == done
         ids = world.records.ids(record)
         asked = [one[:1] for one in town.model.text(ids).split("turn ")[1:]]
         if asked == done:

@@ -22,7 +22,7 @@ from tests.sandbox.contract import (
     Contract,
     Serve,
     kill_in_checkpoint,
-    said,
+    output_of,
     serve_in_python,
 )
 
@@ -50,9 +50,9 @@ async def test_a_tenant_is_nobody_on_the_host_and_sees_no_network(runc: RuncRunt
         assert f"Uid:\t{kernel.FIRST_ID}" in status
         assert "NoNewPrivs:\t1" in status
         assert "Seccomp:\t2" in status
-    assert await said(runc, box, "id -u; ls /sys/class/net 2>/dev/null; ip -br link | wc -l") == (
-        "0\n1\n"
-    )
+    assert await output_of(
+        runc, box, "id -u; ls /sys/class/net 2>/dev/null; ip -br link | wc -l"
+    ) == ("0\n1\n")
     for forbidden in (
         "mount -t tmpfs x /mnt",
         "unshare -U true",
@@ -78,8 +78,10 @@ async def test_links_of_a_tenant_do_not_lead_to_files_of_the_host(
     secret = tmp_path / "secret"
     secret.write_text("the host's")
     box = await runc.create(SandboxSpec("box"))
-    await said(runc, box, f"ln -s {secret} /home/a; ln -s /proc/1/root{secret} /home/b")
-    await said(runc, box, f"ln -s {tmp_path} /home/folder; ln -s ../../../../..{secret} /home/c")
+    await output_of(runc, box, f"ln -s {secret} /home/a; ln -s /proc/1/root{secret} /home/b")
+    await output_of(
+        runc, box, f"ln -s {tmp_path} /home/folder; ln -s ../../../../..{secret} /home/c"
+    )
     for path in ("/home/a", "/home/b", "/home/c", "/home/folder/secret"):
         with pytest.raises(BadPath):
             await runc.read_file(box, path)
@@ -92,10 +94,10 @@ async def test_a_full_disk_and_a_full_memory_end_what_fills_them(runc: RuncRunti
     box = await runc.create(SandboxSpec("box", limits=SMALL))
     full = await runc.exec(box, "dd if=/dev/zero of=/home/x bs=1M count=64", 60)
     assert b"quota exceeded" in full.stderr or b"No space" in full.stderr
-    assert await said(runc, box, "rm /home/x; echo on") == "on\n"
+    assert await output_of(runc, box, "rm /home/x; echo on") == "on\n"
     greedy = await runc.exec(box, "python3 -c 'x = bytearray(1 << 30)'", 60)
     assert greedy.exit_code != 0
-    assert await said(runc, box, "echo on") == "on\n"
+    assert await output_of(runc, box, "echo on") == "on\n"
 
 
 async def test_a_sandbox_that_takes_no_commands_says_why(runc: RuncRuntime) -> None:
@@ -124,7 +126,7 @@ async def test_what_cannot_be_saved_is_named_and_the_sandbox_lives_on(
             await runc.checkpoint(box, kind, tmp_path / "..")
         assert refused.value.what == "large deleted file"
     assert not (tmp_path / ".." / "files.tar").exists()
-    await said(runc, box, "pgrep -x sleep")
+    await output_of(runc, box, "pgrep -x sleep")
     (tmp_path / "into").mkdir()
     await runc.checkpoint(box, Kind.FILES, tmp_path / "into")
 
@@ -134,16 +136,16 @@ async def test_a_runtime_that_starts_anew_finds_what_ran_and_what_slept(
 ) -> None:
     box = await runc.create(SandboxSpec("box"))
     other = await runc.create(SandboxSpec("other"))
-    await said(runc, box, "X=1; sleep 1000 &", session="main")
-    await said(runc, other, "X=2", session="main")
+    await output_of(runc, box, "X=1; sleep 1000 &", session="main")
+    await output_of(runc, other, "X=2", session="main")
     await runc.suspend(other, tmp_path)
     # Half of one more, from a host that was killed in the middle.
     (tmp_path / "host" / "sandboxes" / "half").mkdir()
     later = RuncRuntime(tmp_path / "host", runc.parts)
     assert [handle.key for handle in await later.sandboxes()] == ["box", "other"]
-    assert await said(later, box, "echo $X; pgrep -x sleep >&2", session="main") == "1\n"
+    assert await output_of(later, box, "echo $X; pgrep -x sleep >&2", session="main") == "1\n"
     awake = await later.resume(other)
-    assert await said(later, awake, "echo $X", session="main") == "2\n"
+    assert await output_of(later, awake, "echo $X", session="main") == "2\n"
     await later.create(SandboxSpec("half"))
 
 
@@ -152,15 +154,15 @@ async def test_a_host_that_was_killed_in_a_checkpoint_leaves_nothing_of_it(
 ) -> None:
     """Its cut was taken for the next one, with old files, and its sandbox stood still for ever."""
     box = await runc.create(SandboxSpec("box"))
-    await said(runc, box, "echo old > /home/x")
+    await output_of(runc, box, "echo old > /home/x")
     await kill_in_checkpoint(runc, tmp_path / "host", box, Kind.FILES, tmp_path)
 
     later = RuncRuntime(tmp_path / "host", runc.parts)
-    await said(later, box, "echo new > /home/x")
+    await output_of(later, box, "echo new > /home/x")
     parts = await later.checkpoint(box, Kind.FILES, tmp_path)
     await later.end(box)
     box = await later.restore(parts, parts.spec)
-    assert await said(later, box, "cat /home/x") == "new\n"
+    assert await output_of(later, box, "cat /home/x") == "new\n"
 
 
 async def test_cuts_of_one_moment_wait_for_the_disk_together(
@@ -168,7 +170,7 @@ async def test_cuts_of_one_moment_wait_for_the_disk_together(
 ) -> None:
     """The kernel makes those of one folder one after the other, each with a wait of its own."""
     box = await runc.create(SandboxSpec("box"))
-    await said(runc, box, "echo x > /home/x")
+    await output_of(runc, box, "echo x > /home/x")
     places: list[Path] = []
     snapshot = btrfs.snapshot
 
@@ -179,7 +181,7 @@ async def test_cuts_of_one_moment_wait_for_the_disk_together(
     monkeypatch.setattr(btrfs, "snapshot", noted)
     children = await runc.fork(box, ["a", "b"])
     assert len(set(places)) == len(places) == 3
-    assert [await said(runc, one, "cat /home/x") for one in children] == ["x\n", "x\n"]
+    assert [await output_of(runc, one, "cat /home/x") for one in children] == ["x\n", "x\n"]
     assert not any(place.exists() for place in places)
 
 
@@ -202,7 +204,7 @@ async def test_a_host_that_was_killed_in_a_cut_leaves_nothing_of_it(
     monkeypatch.undo()
     assert made[0].exists()
     later = RuncRuntime(tmp_path / "host", runc.parts)
-    assert await said(later, box, "echo on") == "on\n"
+    assert await output_of(later, box, "echo on") == "on\n"
     assert not made[0].parent.exists()
 
 
@@ -223,7 +225,7 @@ async def test_mounts_lie_apart_from_the_folder_of_state_and_end_with_the_runtim
     await runc.close()
     assert left_on_the_machine(runc.group) == mounted != []  # its sandbox lives on
     later = RuncRuntime(tmp_path / "host", runc.parts)
-    await said(later, box, "echo on > /home/x")
+    await output_of(later, box, "echo on > /home/x")
     await later.end(box)
     await later.close()
     assert left_on_the_machine(runc.group) == []

@@ -26,7 +26,7 @@ from tests.sandbox.contract import (
     Contract,
     Serve,
     kill_in_checkpoint,
-    said,
+    output_of,
     serve_in_python,
 )
 
@@ -47,8 +47,8 @@ async def test_a_tenant_meets_another_kernel_and_is_nobody_on_the_host(
     runsc: RunscRuntime,
 ) -> None:
     box = await runsc.create(SandboxSpec("box", limits=SMALL))
-    await said(runsc, box, "sleep 1000 &")
-    assert "Starting gVisor" in await said(runsc, box, "dmesg")
+    await output_of(runsc, box, "sleep 1000 &")
+    assert "Starting gVisor" in await output_of(runsc, box, "dmesg")
     facts = await runsc.facts(box)
     assert facts.init is None
     assert facts.pids
@@ -56,9 +56,9 @@ async def test_a_tenant_meets_another_kernel_and_is_nobody_on_the_host(
         of = Path(f"/proc/{pid}")
         assert f"Uid:\t{FIRST_ID}" in (of / "status").read_text()
         assert b"sleep" not in (of / "cmdline").read_bytes()
-    assert await said(runsc, box, "id -u; ls /sys/class/net 2>/dev/null; ip -br link | wc -l") == (
-        "0\n1\n"
-    )
+    assert await output_of(
+        runsc, box, "id -u; ls /sys/class/net 2>/dev/null; ip -br link | wc -l"
+    ) == ("0\n1\n")
     for forbidden in ("mount -t tmpfs x /mnt", "mknod /home/disk b 254 0", "ping -c 1 1.1.1.1"):
         assert (await runsc.exec(box, forbidden, 20)).exit_code != 0, forbidden
 
@@ -75,11 +75,11 @@ async def test_links_of_a_tenant_do_not_lead_to_files_of_the_host(
     secret = tmp_path / "secret"
     secret.write_text("the host's")
     box = await runsc.create(SandboxSpec("box"))
-    await said(runsc, box, f"ln -s {secret} /home/a; ln -s ../../../../..{secret} /home/b")
+    await output_of(runsc, box, f"ln -s {secret} /home/a; ln -s ../../../../..{secret} /home/b")
     for path in ("/home/a", "/home/b", f"/proc/1/root{secret}"):
         with pytest.raises(BadPath):
             await runsc.read_file(box, path)
-    await said(runsc, box, f"ln -s {tmp_path} /home/folder")
+    await output_of(runsc, box, f"ln -s {tmp_path} /home/folder")
     with pytest.raises(BadPath):
         await runsc.write_file(box, "/home/folder/secret", b"the tenant's")
     assert secret.read_text() == "the host's"
@@ -90,7 +90,7 @@ async def test_what_lies_in_memory_and_in_tmp_comes_back_with_its_half(
 ) -> None:
     """Of gVisor's own accord an empty ``/tmp`` would lie in memory, and not among the files."""
     box = await runsc.create(SandboxSpec("box"))
-    await said(runsc, box, "echo 1 > /tmp/x; echo 2 > /run/x; echo 3 > /dev/shm/x")
+    await output_of(runsc, box, "echo 1 > /tmp/x; echo 2 > /run/x; echo 3 > /dev/shm/x")
     parts = await runsc.checkpoint(box, Kind.FULL, tmp_path)
     for key, expected in (("whole", "1\n2\n3\n"), ("files", "1\n")):
         processes = parts.processes if key == "whole" else None
@@ -106,13 +106,13 @@ async def test_files_of_one_runtime_begin_a_sandbox_of_another_and_processes_do_
     for saver, reader in ((runsc, runc), (runc, runsc)):
         (into := tmp_path / saver.name).mkdir()
         box = await saver.create(SandboxSpec("box"))
-        await said(saver, box, "echo 1 > /home/x; chown 7:8 /home/x; rm /etc/debian_version")
+        await output_of(saver, box, "echo 1 > /home/x; chown 7:8 /home/x; rm /etc/debian_version")
         parts = await saver.checkpoint(box, Kind.FULL, into)
         with pytest.raises(CannotRestore, match="saved by another runtime"):
             await reader.restore(parts, parts.spec)
         made = await reader.restore(CheckpointParts(parts.spec, parts.files), parts.spec)
         look = "cat /home/x; stat -c %u:%g /home/x; test -e /etc/debian_version; echo $?"
-        assert await said(reader, made, look) == "1\n7:8\n1\n"
+        assert await output_of(reader, made, look) == "1\n7:8\n1\n"
         await saver.end(box)
         await reader.end(made)
 
@@ -129,7 +129,7 @@ async def test_what_cannot_be_saved_is_named_and_the_sandbox_lives_on(
         assert refused.value.what == "deleted file"
         assert "\n" not in str(refused.value), "a trace of gVisor's own program"
     assert not (tmp_path / "files.tar").exists()
-    await said(runsc, box, "pgrep -x sleep")
+    await output_of(runsc, box, "pgrep -x sleep")
     await runsc.checkpoint(box, Kind.FILES, tmp_path)
 
 
@@ -151,26 +151,26 @@ async def test_a_runtime_that_starts_anew_finds_what_ran_what_slept_and_what_sto
 ) -> None:
     box = await runsc.create(SandboxSpec("box"))
     other = await runsc.create(SandboxSpec("other"))
-    await said(runsc, box, "X=1; sleep 1000 &", session="main")
-    await said(runsc, other, "X=2", session="main")
+    await output_of(runsc, box, "X=1; sleep 1000 &", session="main")
+    await output_of(runsc, other, "X=2", session="main")
     await runsc.suspend(other, tmp_path)
     await kill_in_checkpoint(runsc, tmp_path / "gvisor", box, Kind.FULL, tmp_path)
 
     later = RunscRuntime(tmp_path / "gvisor", runsc.parts)
     assert [handle.key for handle in await later.sandboxes()] == ["box", "other"]
-    assert await said(later, box, "echo $X; pgrep -x sleep >&2", session="main") == "1\n"
+    assert await output_of(later, box, "echo $X; pgrep -x sleep >&2", session="main") == "1\n"
     awake = await later.resume(other)
-    assert await said(later, awake, "echo $X", session="main") == "2\n"
+    assert await output_of(later, awake, "echo $X", session="main") == "2\n"
     await later.end(box)
     await later.end(awake)
     await later.close()
 
 
 async def test_the_way_out_is_the_hosts_proxy_after_a_restore_too(tmp_path: Path) -> None:
-    told: list[str] = []
+    received: list[str] = []
 
-    async def tell(effect: EgressEffect) -> None:
-        told.append(effect.method)
+    async def record(effect: EgressEffect) -> None:
+        received.append(effect.method)
 
     try:
         parts = find_parts(GVISOR)
@@ -182,9 +182,9 @@ async def test_the_way_out_is_the_hosts_proxy_after_a_restore_too(tmp_path: Path
         for life in range(2):
             facts = await runtime.facts(box)
             assert facts.door is not None
-            egress = Egress(["allowed.example"], tell)
+            egress = Egress(["allowed.example"], record)
             await egress.listen_at(facts.door)
-            assert "is not allowed" in await said(runtime, box, ask)
+            assert "is not allowed" in await output_of(runtime, box, ask)
             await egress.close()
             if life == 0:
                 (into := tmp_path / "into").mkdir()
@@ -193,4 +193,4 @@ async def test_the_way_out_is_the_hosts_proxy_after_a_restore_too(tmp_path: Path
                 box = await runtime.restore(saved, saved.spec)
         full = await runtime.exec(box, "touch /run/rose-way/x", 20)
         assert b"Read-only file system" in full.stderr
-    assert told == [], "what is not allowed is no effect"
+    assert received == [], "what is not allowed is no effect"

@@ -31,7 +31,7 @@ async def test_a_restore_that_fails_for_one_part_reads_the_other_to_its_end(
     """Its folder goes, and a thread that still wrote there would leave what nobody removes."""
     world = World(tmp_path)
     await world.host.create("a")
-    await world.said("a", "sleep 100 &")
+    await world.output_of("a", "sleep 100 &")
     await world.host.checkpoint("a", [1])
     part_into, begun, failed = world.records.part_into, threading.Event(), threading.Event()
     whole = []
@@ -62,9 +62,9 @@ async def test_a_look_that_outlasts_a_held_reply_leaves_its_turn_to_the_next(
     world = World(tmp_path)
     host, look = world.host, world.inspector.effects
     await host.create("s")
-    await world.said("s", "true")
+    await world.output_of("s", "true")
     await host.checkpoint("s", [1])
-    await world.said("s", "echo 1 > /home/a")
+    await world.output_of("s", "echo 1 > /home/a")
 
     async def slow(key: str, facts: Facts) -> Effects:
         await asyncio.sleep(HOLD_SECONDS + 1)
@@ -74,12 +74,12 @@ async def test_a_look_that_outlasts_a_held_reply_leaves_its_turn_to_the_next(
     late = {"saved": "failed", "reason": "the look outlasted the reply"}
     before = REGISTRY.get_sample_value("rose_sandbox_turns_total", late) or 0
     await host.turn_began("s", [1, 2])
-    told = await host.tokens_ready("s")
-    assert (told.phase, told.recoverable_to) == ("acting", 1)
-    await world.said("s", "echo 2 > /home/b")
+    result = await host.tokens_ready("s")
+    assert (result.phase, result.recoverable_to) == ("acting", 1)
+    await world.output_of("s", "echo 2 > /home/b")
     monkeypatch.undo()
-    told = await host.checkpoint("s", [1, 2, 3])
-    assert (told.action, told.recoverable_to, told.unsaved) == ("files", 3, "")
+    result = await host.checkpoint("s", [1, 2, 3])
+    assert (result.action, result.recoverable_to, result.unsaved) == ("files", 3, "")
     assert REGISTRY.get_sample_value("rose_sandbox_turns_total", late) == before + 1
 
 
@@ -116,15 +116,15 @@ async def test_a_host_learns_what_saves_take_and_forgets_slow_resumes(tmp_path: 
     world = World(tmp_path)
     saver = world.host._saver
     await world.host.create("s")
-    told = await world.host.checkpoint("s", [1])
-    assert told.seconds > 0
-    assert saver.costs == SaveCosts().saved(told.seconds)
+    result = await world.host.checkpoint("s", [1])
+    assert result.seconds > 0
+    assert saver.costs == SaveCosts().saved(result.seconds)
     saver.costs = replace(saver.costs, resume=50.0)
     for wait, forgets in ((ModelWait(5.0, 1.0), False), (ModelWait(20.0, 1.0), True)):
         before = saver.costs.resume
         await world.host.turn_began("s", [1, 2], wait=wait)
-        told = await world.host.tokens_ready("s")
-        assert told.action != "suspend"
+        result = await world.host.tokens_ready("s")
+        assert result.action != "suspend"
         assert (saver.costs.resume < before) == forgets
     await world.host.close()
 
@@ -148,13 +148,13 @@ async def test_a_turn_is_saved_after_some_that_no_look_was_quick_enough_for(
     saved = []
     for turn in range(2, 5):
         if acts:
-            await world.said("s", f"echo {turn} >> /home/a")
+            await world.output_of("s", f"echo {turn} >> /home/a")
         await host.turn_began("s", range(turn))
-        told = await host.tokens_ready("s")
+        result = await host.tokens_ready("s")
         if acts:  # waits for what looks and saves
-            await world.said("s", "true")
+            await world.output_of("s", "true")
         saved.append((await host.state("s")).recoverable_to)
-        assert told.phase in {"acting", "saving"}
+        assert result.phase in {"acting", "saving"}
     (box,) = host._boxes.values()
     assert box.boundary is not None
     await box.boundary
@@ -165,5 +165,5 @@ async def test_a_turn_is_saved_after_some_that_no_look_was_quick_enough_for(
         record = world.records.read("s")
         assert world.records.ids(record) == (0, 1, 2, 3)
         await host.restore("s")
-        assert await world.said("s", "cat /home/a") == "2\n3\n4"
+        assert await world.output_of("s", "cat /home/a") == "2\n3\n4"
     await host.close()

@@ -52,9 +52,9 @@ async def sent(url: str, method: str, path: str, body: object) -> Streams:
 async def answered(asked: Streams) -> int:
     """The status, once it is read."""
     reader, writer = asked
-    said = await reader.read()
+    output = await reader.read()
     writer.close()
-    return int(said.split()[1])
+    return int(output.split()[1])
 
 
 async def test_a_host_that_hangs_is_left_and_takes_nothing_back(hosts: list[Running]) -> None:

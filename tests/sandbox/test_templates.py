@@ -196,18 +196,18 @@ async def test_a_real_sandbox_of_a_template_runs_its_command_and_is_saved_with_i
     templates = Templates(source, "runc", {"registry.example/agent:1": "base"})
     await templates.create(host, "s", "agent", {})
 
-    async def said(command: str) -> str:
+    async def output_of(command: str) -> str:
         result = await host.exec("s", command, 30)
         return result.stdout.decode().strip()
 
     until_said = f"until grep -qs hello {COMMAND_LOG}; do sleep 0.1; done; cat {COMMAND_LOG}"
-    assert await said(until_said) == "began with hello in /home"
-    assert await said("test -d /data/here && pgrep -fx 'sleep 4321' | wc -l") == "1"
-    assert await said("echo > /dev/tcp/127.0.0.1/3128 && echo open") == "", "no way out"
+    assert await output_of(until_said) == "began with hello in /home"
+    assert await output_of("test -d /data/here && pgrep -fx 'sleep 4321' | wc -l") == "1"
+    assert await output_of("echo > /dev/tcp/127.0.0.1/3128 && echo open") == "", "no way out"
     await host.checkpoint("s", [1])
     await runc.end(host._box("s").handle)
     await host.restore("s")
-    assert await said("pgrep -fx 'sleep 4321' | wc -l") == "1"
+    assert await output_of("pgrep -fx 'sleep 4321' | wc -l") == "1"
     await host.end("s", forget=True)
     await host.close()
     await until(lambda: host.sessions() == ())

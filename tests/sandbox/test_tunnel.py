@@ -216,7 +216,7 @@ async def test_a_message_that_is_too_large_ends_it(serving: Serving, inside: Ins
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("text", "why"),
     [
         (b"", "said nothing for 0.3 s"),
         (b"HTTP/1.0 200 OK\r\n" + b"x: y\r\n" * (MOST_HEADERS + 1), "more than 100 headers"),
@@ -227,7 +227,7 @@ async def test_a_message_that_is_too_large_ends_it(serving: Serving, inside: Ins
     ],
 )
 async def test_a_port_whose_server_says_no_answer_of_http_is_told_by_name(
-    serving: Serving, inside: Inside, said: bytes, why: str
+    serving: Serving, inside: Inside, text: bytes, why: str
 ) -> None:
     async with (
         serving(TunnelLimits(idle_seconds=0.3)) as far,
@@ -235,7 +235,7 @@ async def test_a_port_whose_server_says_no_answer_of_http_is_told_by_name(
     ):
         asking = asyncio.create_task(far._call("GET", "/s/port/80/", None))
         _, theirs = await inside.came.get()
-        theirs.write(said)
+        theirs.write(text)
         with pytest.raises(NotListening, match=why):
             await asking
         theirs.close()
@@ -243,10 +243,10 @@ async def test_a_port_whose_server_says_no_answer_of_http_is_told_by_name(
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 @pytest.mark.parametrize(
-    "said", ["200 OK\r\nContent-Type: a\rX-Header: b", "204 No Content", "304 Not Modified"]
+    "text", ["200 OK\r\nContent-Type: a\rX-Header: b", "204 No Content", "304 Not Modified"]
 )
 async def test_what_a_port_says_is_one_answer_and_never_the_next_one(
-    serving: Serving, inside: Inside, said: str, method: str
+    serving: Serving, inside: Inside, text: str, method: str
 ) -> None:
     """A caller's connection goes on to other sessions: a sandbox must not answer for them."""
     async with serving(TunnelLimits()) as far, Sandbox(session="s", host=far):
@@ -256,13 +256,13 @@ async def test_what_a_port_says_is_one_answer_and_never_the_next_one(
         writer.write(head.format("/sessions/s/port/80/").encode())
         _, theirs = await inside.came.get()
         forged = "HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\nforged"
-        theirs.write(f"HTTP/1.0 {said}\r\n\r\n{forged}".encode())
+        theirs.write(f"HTTP/1.0 {text}\r\n\r\n{forged}".encode())
         theirs.close()
         writer.write(head.format("/sessions").replace("\r\n\r\n", END).encode())
         answers = (await reader.read()).decode()
         if "chunked" in answers:  # the one with a body has it there
             answers = answers.replace(f"{len(forged):x}\r\n{forged}\r\n", "")
-        assert answers.startswith(f"HTTP/1.1 {said[:3]}")
+        assert answers.startswith(f"HTTP/1.1 {text[:3]}")
         assert "forged" not in answers
         assert answers.count("HTTP/1.1 ") == 2, "of the port, and of the sessions"
         writer.close()

@@ -69,8 +69,8 @@ async def test_while_there_is_no_token_nobody_is_heard(
         assert await served.status("/sessions", word) == 401
     assert await served.status("/traffic", "") == 401
     assert await served.status("/healthz", None) == 200
-    told = [one.getMessage() for one in caplog.records if "no token in" in one.getMessage()]
-    assert len([one for one in told if str(served.folder / "token") in one]) == 1
+    found = [one.getMessage() for one in caplog.records if "no token in" in one.getMessage()]
+    assert len([one for one in found if str(served.folder / "token") in one]) == 1
     served.write("token", "word")
     assert await served.status("/sessions", "word") == 200
 

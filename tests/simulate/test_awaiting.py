@@ -26,7 +26,7 @@ END_S = 90
 SLOW_S = 6  # from a publish to dedicated engines that have it
 
 
-def told(*, awaits: bool, **changes: object) -> Scenario:
+def waiting_setup(*, awaits: bool, **changes: object) -> Scenario:
     plain = scenario(seconds=END_S, link=Link(dedicated_s=SLOW_S))
     job = plain.jobs[0].model_copy(update={"awaits_weights": awaits} | changes)
     return plain.model_copy(update={"jobs": (job,)})
@@ -59,19 +59,21 @@ def watched(one: Scenario) -> Seen:
 
 
 def test_a_trainer_that_awaits_draws_nothing_while_its_engines_have_old_weights() -> None:
-    seen = watched(told(awaits=True))
+    seen = watched(waiting_setup(awaits=True))
     assert seen.publishes > 2
     assert seen.behind == 0
-    assert seen.level > told(awaits=True).jobs[0].group * 4, "it goes on after each publish"
+    assert seen.level > waiting_setup(awaits=True).jobs[0].group * 4, (
+        "it goes on after each publish"
+    )
 
 
 def test_a_trainer_that_does_not_await_draws_in_the_second_of_the_publish() -> None:
-    assert watched(told(awaits=False)).behind > 0
+    assert watched(waiting_setup(awaits=False)).behind > 0
 
 
 def test_tail_batching_opens_its_rounds_when_the_engines_have_the_weights() -> None:
     rounds = {"staleness": 0, "batch_groups": 2, "surplus": 0.5}
-    hasty, waiting = (watched(told(awaits=awaits, **rounds)) for awaits in (False, True))
+    hasty, waiting = (watched(waiting_setup(awaits=awaits, **rounds)) for awaits in (False, True))
     assert hasty.behind > 0
     assert waiting.behind == 0
     assert waiting.publishes > 2
@@ -79,7 +81,7 @@ def test_tail_batching_opens_its_rounds_when_the_engines_have_the_weights() -> N
 
 def test_the_papers_rules_drop_fewer_groups_where_the_trainer_awaits() -> None:
     def dropped(*, awaits: bool) -> int:
-        world = Simulation(told(awaits=awaits), RULES[Regime.ROSE_PAPER], 1, MATERIAL)
+        world = Simulation(waiting_setup(awaits=awaits), RULES[Regime.ROSE_PAPER], 1, MATERIAL)
         world.clock.run(END_S * SECOND)
         return world.jobs["grpo"].counts.dropped
 
@@ -87,7 +89,7 @@ def test_the_papers_rules_drop_fewer_groups_where_the_trainer_awaits() -> None:
 
 
 def test_nobody_to_wait_for_is_refused() -> None:
-    one = told(awaits=True, dedicated=0).model_copy(update={"regimes": (Regime.OURS,)})
+    one = waiting_setup(awaits=True, dedicated=0).model_copy(update={"regimes": (Regime.OURS,)})
     assert (("jobs", 0, "awaits_weights"), "there are no dedicated engines to wait for") in list(
         impossible(one)
     )
@@ -95,8 +97,8 @@ def test_nobody_to_wait_for_is_refused() -> None:
 
 def jobs(name: str) -> tuple[RolloutJob, ...]:
     """Of a scenario; none of a fleet, whose bins know no time between versions."""
-    told = read_scenario(SCENARIOS / f"{name}.yaml")
-    return told.jobs if isinstance(told, Scenario) else ()
+    setup = read_scenario(SCENARIOS / f"{name}.yaml")
+    return setup.jobs if isinstance(setup, Scenario) else ()
 
 
 def test_studies_but_the_marked_ones_are_fair_to_rules_that_begin_groups_on_any_engine() -> None:
@@ -151,7 +153,7 @@ def test_turns_of_old_trajectories_go_first_where_the_order_says_so(
 
 @pytest.mark.parametrize(
     ("ends", "inferred", "over"),
-    [(Ends.TOLD, 0, True), (Ends.INFERRED, 1, True), (Ends.UNKNOWN, 0, False)],
+    [(Ends.REPORTED, 0, True), (Ends.INFERRED, 1, True), (Ends.UNKNOWN, 0, False)],
 )
 def test_siblings_learn_of_an_end_as_the_run_says(ends: Ends, inferred: int, *, over: bool) -> None:
     clock, finished = VirtualClock(), list[str]()

@@ -17,10 +17,10 @@ from tests.simulate.worlds import MATERIAL, scenario
 
 
 def bursty(**changes: object) -> Scenario:
-    told = scenario(seconds=90)
+    setup = scenario(seconds=90)
     load = Load(burst_every_s=30, burst_size=12, burst_prompt=3000, offset_s=20)
-    service = told.services[0].model_copy(update={"load": load})
-    return told.model_copy(update={"services": (service,)} | changes)
+    service = setup.services[0].model_copy(update={"load": load})
+    return setup.model_copy(update={"services": (service,)} | changes)
 
 
 def test_every_regime_has_rules() -> None:
@@ -35,8 +35,8 @@ def test_the_queue_and_the_memory_of_trajectories_are_productions() -> None:
 
 @pytest.mark.parametrize("regime", [Regime.WHOLE_REPLICA, Regime.SPOT])
 def test_a_whole_replica_that_is_lent_serves_nobody(regime: Regime) -> None:
-    told = scenario(seconds=240, delays={"start_s": 5.0})
-    world = Simulation(told, RULES[regime], 1, MATERIAL)
+    setup = scenario(seconds=240, delays={"start_s": 5.0})
+    world = Simulation(setup, RULES[regime], 1, MATERIAL)
     lent = 0
     for second in range(5, 240, 5):
         world.clock.run(second * 10**9)
@@ -91,9 +91,9 @@ def test_a_failure_may_come_again_and_again() -> None:
 
 
 def test_every_inconsistent_load_is_refused() -> None:
-    told = scenario()
+    setup = scenario()
     loads = (Load(), Load(shape="x", burst_every_s=1), Load(trace="x"))
     for load, number in zip(loads, itertools.count(), strict=False):
-        service = told.services[0].model_copy(update={"load": load})
-        found = list(impossible(told.model_copy(update={"services": (service,)})))
+        service = setup.services[0].model_copy(update={"load": load})
+        found = list(impossible(setup.model_copy(update={"services": (service,)})))
         assert found, number

@@ -147,15 +147,15 @@ def test_the_derate_bites_at_saturation_only(derate: float) -> None:
 
 
 def test_prefill_pays_for_what_it_attends_to_only_where_it_is_told_to() -> None:
-    without, told = (costs("H100", "Qwen3-14B", 0.5, attention=pays) for pays in (False, True))
+    without, reported = (costs("H100", "Qwen3-14B", 0.5, attention=pays) for pays in (False, True))
     new, after = pairs(1000), pairs(1000, 31_000)
     assert without.prefill(1000, new) == without.prefill(1000, after)
-    assert told.prefill(1000, 0.0) == without.prefill(1000, 0.0)
-    assert told.prefill(1000, new) < 1.05 * without.prefill(1000, new)
+    assert reported.prefill(1000, 0.0) == without.prefill(1000, 0.0)
+    assert reported.prefill(1000, new) < 1.05 * without.prefill(1000, new)
     # 40 layers of 5120: 26 billion operations for the 31,500 tokens before each, beside 30 of it.
     share = 4 * 40 * 5120 * 31_500 / 29.54e9
     rate = without.fit.prefill_tokens_per_s
-    longer = told.prefill(1000, after) - without.prefill(1000, after)
+    longer = reported.prefill(1000, after) - without.prefill(1000, after)
     assert longer == pytest.approx(share * 1000 / rate)
 
 
@@ -164,27 +164,27 @@ def test_a_prompt_in_two_parts_attends_to_as_much_as_in_one() -> None:
 
 
 def test_keys_that_are_there_are_attended_to_by_what_is_new() -> None:
-    told = costs("H100", "Qwen3-8B", 0.5, attention=True)
-    bench = Bench(costs=told)
+    reported = costs("H100", "Qwen3-8B", 0.5, attention=True)
+    bench = Bench(costs=reported)
     bench.submit("a", context=20_000, left=1)
     bench.run()
     alone = bench.first["a"]
-    assert alone == pytest.approx(told.prefill(20_000, pairs(20_000)), rel=1e-6)
+    assert alone == pytest.approx(reported.prefill(20_000, pairs(20_000)), rel=1e-6)
     bench.submit("a", context=21_000, left=1)
     began = bench.clock.now_s
     bench.run(2000)
     new = 21_000 - 20_001  # the token that was written is there as well
     spent = bench.first["a"] - began
-    assert spent == pytest.approx(told.prefill(new, pairs(new, 20_001)), rel=1e-6)
+    assert spent == pytest.approx(reported.prefill(new, pairs(new, 20_001)), rel=1e-6)
 
 
 def test_a_chunk_of_a_prefill_that_attends_to_much_is_longer_to_stop() -> None:
-    told = costs("H100", "Qwen3-8B", 0.5, attention=True)
-    plain, slow = Bench(), Bench(costs=told)
+    reported = costs("H100", "Qwen3-8B", 0.5, attention=True)
+    plain, slow = Bench(), Bench(costs=reported)
     for bench in (plain, slow):
         bench.submit("a", context=30_000)
         bench.run(0.001)
-    stretch = told.prefill(30_000, pairs(30_000)) / told.prefill(30_000, 0.0)
+    stretch = reported.prefill(30_000, pairs(30_000)) / reported.prefill(30_000, 0.0)
     assert slow.engine.residual() + 0.001 == pytest.approx(
         (plain.engine.residual() + 0.001) * stretch
     )

@@ -67,10 +67,10 @@ def test_the_command_says_each_level_and_fails_outside_the_limit(
     code = str(recorded(tmp_path / "code.json", {"code": CODE}))
     result = tmp_path / "result.json"
     assert main(["calibrate", conv, code, "--json", str(result)]) == 0
-    said = capsys.readouterr().out
-    assert "held out: conv" in said
-    assert "held out: code" in said
-    assert "outside" not in said
+    output = capsys.readouterr().out
+    assert "held out: conv" in output
+    assert "held out: code" in output
+    assert "outside" not in output
     assert [one["held_out"] for one in json.loads(result.read_text())] == ["conv", "code"]
     far = str(recorded(tmp_path / "far.json", {"far": FAR}))
     assert main(["calibrate", conv, far, "--hold-out", "far"]) == 1
@@ -147,9 +147,9 @@ def test_a_recording_of_a_shared_machine_never_counts_as_calibrated(
     assert main(["calibrate", str(path)]) == 1
     assert "others used 40% of the machine" in capsys.readouterr().err
     assert main(["calibrate", str(path), "--busy"]) == 1
-    said = capsys.readouterr().out
-    assert "NOT A CALIBRATION: others used 40%" in said
-    assert "outside" not in said
+    output = capsys.readouterr().out
+    assert "NOT A CALIBRATION: others used 40%" in output
+    assert "outside" not in output
 
 
 def test_a_load_with_too_few_reactions_is_left_out_by_name(
@@ -164,8 +164,8 @@ def test_a_load_with_too_few_reactions_is_left_out_by_name(
             one["stopped_s"] = [0.0042] * 20
     path.write_text(json.dumps(content))
     assert main(["calibrate", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert "left out: ours: open gate to first rollout token, p50: 18 samples; 20 are" in said
+    output = capsys.readouterr().out
+    assert "left out: ours: open gate to first rollout token, p50: 18 samples; 20 are" in output
     found = calibrate(levels([path]), "conv")
     assert [one.predicted for one in found.delays] == pytest.approx([1.075, 4.3, 13.2])
     few = windows(tmp_path / "few.json", {"conv": 1.0})
@@ -191,8 +191,8 @@ def test_the_recording_that_is_shipped_says_what_the_documentation_says() -> Non
     """A quiet machine, but too few windows to say of any delay that it lies within the limit."""
     found = levels([RECORDING])
     paused = calibrate(chosen(found, ["conv", "code"]), "code")
-    said = [(one.off, one.low or 0.0, one.high or 0.0) for one in paused.delays]
-    assert tuple(tuple(round(100 * share) for share in one) for one in said) == SAID
+    listed = [(one.off, one.low or 0.0, one.high or 0.0) for one in paused.delays]
+    assert tuple(tuple(round(100 * share) for share in one) for one in listed) == SAID
     assert [one.holds for one in paused.delays] == [None, None, None]
     assert paused.quiet
     assert not paused.holds

@@ -22,8 +22,8 @@ LEASE: dict[str, Any] = {
 def test_every_regime_of_a_result_becomes_a_statement_with_plots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = scenario(seeds=(1,), regimes=(Regime.FIXED, Regime.OURS))
-    path = write(study(told, MATERIAL, [0.5], lambda _one: None), tmp_path)
+    setup = scenario(seeds=(1,), regimes=(Regime.FIXED, Regime.OURS))
+    path = write(study(setup, MATERIAL, [0.5], lambda _one: None), tmp_path)
     page, found = tmp_path / "page.html", tmp_path / "found.json"
     assert main([str(path), "--html", str(page), "--json", str(found)]) == 0
     shown = capsys.readouterr().out
@@ -31,28 +31,28 @@ def test_every_regime_of_a_result_becomes_a_statement_with_plots(
     assert page.read_text().count("<svg") == 2
     names = [one["name"] for one in json.loads(found.read_bytes())]
     assert names == ["small, fixed, derate 0.5, x2", "small, ours, derate 0.5, x2"]
-    said = json.loads(found.read_bytes())
-    serving = [one["ledger"]["serving"] for one in said]
+    answer = json.loads(found.read_bytes())
+    serving = [one["ledger"]["serving"] for one in answer]
     assert all(one["allowed_hundredths"] == one["requests"] > 0 for one in serving)  # the 99th
-    gpus = sum(one.replicas * one.gpus_per_replica for one in told.services)
-    for one in said:
+    gpus = sum(one.replicas * one.gpus_per_replica for one in setup.services)
+    for one in answer:
         # A late request is worth what serving's GPUs cost by the requests that they served.
-        worth = gpus * told.seconds / 3600 / one["ledger"]["serving"]["requests"]
+        worth = gpus * setup.seconds / 3600 / one["ledger"]["serving"]["requests"]
         assert one["violation"] == pytest.approx(1e6 * worth, abs=1)
         parts = sum(one["cost"].values())
         assert parts == pytest.approx(
             one["per_accepted"] * one["ledger"]["trajectories"]["accepted"]
         )
-    fixed, ours = (one["cost"]["reserve"] for one in said)
+    fixed, ours = (one["cost"]["reserve"] for one in answer)
     assert fixed == 0
-    share = told.services[0].rollout_memory_share
-    held = said[1]["ledger"]["borrowed"]["held_milliseconds"] / 3.6e6
+    share = setup.services[0].rollout_memory_share
+    held = answer[1]["ledger"]["borrowed"]["held_milliseconds"] / 3.6e6
     assert ours == pytest.approx(1e6 * held * share, rel=1e-3)
     # Lent or not, serving does without that share all the time.
-    unlent = [one["cost"]["unlent_reserve"] for one in said]
+    unlent = [one["cost"]["unlent_reserve"] for one in answer]
     assert unlent[0] == 0
     assert unlent[1] > 0
-    assert ours + unlent[1] == pytest.approx(1e6 * gpus * share * told.seconds / 3600, rel=0.01)
+    assert ours + unlent[1] == pytest.approx(1e6 * gpus * share * setup.seconds / 3600, rel=0.01)
 
 
 def test_leases_are_priced_with_what_the_trainer_knows(
@@ -110,17 +110,17 @@ def test_pools_of_the_file_have_what_no_lease_is_charged(
         "metadata": {"namespace": "serving", "name": "chat"},
         "status": {"totals": {"unlentReservedMilliseconds": 5_400_000}},
     }
-    untold = pool | {"metadata": {"namespace": "serving", "name": "new"}, "status": {}}
+    unreported = pool | {"metadata": {"namespace": "serving", "name": "new"}, "status": {}}
     totals = LEASE["status"]["totals"] | {"reservedMilliseconds": 900_000}
     lease = LEASE | {"status": {"totals": totals}}
     path, found = tmp_path / "both.json", tmp_path / "found.json"
-    path.write_text(json.dumps({"items": [lease, pool, untold]}))
+    path.write_text(json.dumps({"items": [lease, pool, unreported]}))
     assert main([str(path), "--lent-hour", "0.5", "--reserve", "2", "--json", str(found)]) == 0
-    told = {one["name"]: one["cost"] for one in json.loads(found.read_bytes())}
-    assert told["rl/grpo"]["unlent_reserve"] == 0
-    assert told["serving/chat (not lent)"]["unlent_reserve"] == 3_000_000
-    assert told["serving/new (not lent)"]["unlent_reserve"] == 0
-    bill = sum(sum(one.values()) for one in told.values())
+    answer = {one["name"]: one["cost"] for one in json.loads(found.read_bytes())}
+    assert answer["rl/grpo"]["unlent_reserve"] == 0
+    assert answer["serving/chat (not lent)"]["unlent_reserve"] == 3_000_000
+    assert answer["serving/new (not lent)"]["unlent_reserve"] == 0
+    bill = sum(sum(one.values()) for one in answer.values())
     assert bill == pytest.approx(1_000_000 + 500_000 + 3_000_000, rel=0.01)
     assert " 3 " in capsys.readouterr().out
 
@@ -128,8 +128,8 @@ def test_pools_of_the_file_have_what_no_lease_is_charged(
 def test_a_result_that_is_silent_about_unlent_memory_is_priced_only_without_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = scenario(seeds=(1,), regimes=(Regime.FIXED, Regime.OURS))
-    path = write(study(told, MATERIAL, [0.5], lambda _one: None), tmp_path)
+    setup = scenario(seeds=(1,), regimes=(Regime.FIXED, Regime.OURS))
+    path = write(study(setup, MATERIAL, [0.5], lambda _one: None), tmp_path)
     old = json.loads(path.read_bytes())
     for one in old["outcomes"]:
         del one["unlent_reserved_ms"]

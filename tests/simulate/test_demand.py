@@ -115,7 +115,7 @@ class Same:
         self.fleet.head = str(step + (within >= STEP + TRAIN - 2))
 
 
-def said_by_both(seconds: int) -> Iterator[tuple[Demand | None, Demand | None]]:
+def both_demands(seconds: int) -> Iterator[tuple[Demand | None, Demand | None]]:
     """What the operator's planner and the simulator's hear, second by second."""
     same, clock = Same(), VirtualClock()
     asked = DemandFeed(cast("Any", same))
@@ -132,7 +132,7 @@ def test_the_simulators_planner_hears_what_the_operators_does() -> None:
     """Equal when said anew, and never older than the ten seconds after which a note is repeated."""
     lease = replace(lease_of(scenario().jobs[0]), max_slots=8)
     wanted, anew = set[int](), 0
-    for second, (production, simulated) in enumerate(said_by_both(4 * (STEP + TRAIN))):
+    for second, (production, simulated) in enumerate(both_demands(4 * (STEP + TRAIN))):
         assert production is not None
         assert simulated is not None
         assert simulated.age_seconds < 10
@@ -150,12 +150,12 @@ def test_a_lease_as_it_is_written_reaches_the_planner_as_it_is_simulated() -> No
     """But for who it is, its model and how it ranks, which scenarios do not say."""
     written = yaml.safe_load(SAMPLE.read_text())
     written["metadata"]["creationTimestamp"] = "2026-11-25T00:00:00+00:00"
-    told = RolloutLease.model_validate(written)
-    pool, spec = told.spec.pool_ref.key, told.spec
+    reported = RolloutLease.model_validate(written)
+    pool, spec = reported.spec.pool_ref.key, reported.spec
     simulated = lease_of(
         job(name="grpo", borrowed=spec.slots.max, borrows_from=pool, cap=16, staleness=1)
     )
-    made = snapshot_lease(told, None, None, (pool,), preempts=True)
+    made = snapshot_lease(reported, None, None, (pool,), preempts=True)
     unsaid = {"key", "uid", "model", "priority", "created", "min_slots", "weight", "ends_at"}
     assert replace(made, **{name: getattr(simulated, name) for name in unsaid}) == simulated
 
@@ -167,8 +167,8 @@ def job(**changes: object) -> RolloutJob:
 
 
 def lending(*jobs: RolloutJob, regime: Regime = Regime.OURS) -> Simulation:
-    told: Scenario = scenario(jobs=jobs, delays={"start_s": 20.0})
-    return Simulation(told, RULES[regime], 1, MATERIAL)
+    setup: Scenario = scenario(jobs=jobs, delays={"start_s": 20.0})
+    return Simulation(setup, RULES[regime], 1, MATERIAL)
 
 
 def steps_of(world: Simulation, seconds: int, name: str = "grpo") -> list[tuple[int, int, int]]:
@@ -218,8 +218,8 @@ def test_leases_that_share_a_pool_get_what_their_turns_need() -> None:
 
 def test_the_planner_hears_of_the_regime_that_slots_go_where_they_bring_most() -> None:
     """By weight each has a part; by gain the one whose turns wait has all that there is."""
-    told: dict[str, object] = {"borrowed": 3, "staleness": 1, "cap": 8}
-    jobs = job(name="busy", batch_groups=24, **told), job(name="calm", batch_groups=1, **told)
+    found: dict[str, object] = {"borrowed": 3, "staleness": 1, "cap": 8}
+    jobs = job(name="busy", batch_groups=24, **found), job(name="calm", batch_groups=1, **found)
     held = {
         regime: max(slots for _, slots, _ in steps_of(lending(*jobs, regime=regime), 60, "busy"))
         for regime in (Regime.OURS, Regime.OURS_GAIN)

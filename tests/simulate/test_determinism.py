@@ -18,17 +18,17 @@ NAMES = sorted(set(STUDIES) - BINS)
 def shortened(path: Path) -> dict[str, Any]:
     """A scenario of seconds with the traces where they are."""
     text = path.read_text().replace("traces/", f"{SCENARIOS}/traces/")
-    told: dict[str, Any] = yaml.safe_load(text)
+    reported: dict[str, Any] = yaml.safe_load(text)
     delays = {"start_s": 1}
-    return told | {"seeds": [1], "seconds": 12, "warmup_s": 0, "failures": [], "delays": delays}
+    return reported | {"seeds": [1], "seconds": 12, "warmup_s": 0, "failures": [], "delays": delays}
 
 
 @pytest.fixture(scope="module")
 def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scenarios")
     for name in sorted({one for study in NAMES for one in STUDIES[study].scenarios}):
-        told = shortened(SCENARIOS / f"{name}.yaml")
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(told))
+        reported = shortened(SCENARIOS / f"{name}.yaml")
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(reported))
     return folder
 
 

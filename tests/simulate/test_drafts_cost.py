@@ -31,9 +31,9 @@ def test_drafts_that_are_never_right_only_cost() -> None:
 
 def test_a_fleets_own_engines_draft_as_its_lent_ones_do() -> None:
     job = scenario().jobs[0]
-    told = job.model_copy(update={"draft_nodes": 8, "tokens_per_step": 2.0})
+    reported = job.model_copy(update={"draft_nodes": 8, "tokens_per_step": 2.0})
     pool = [(PlannedTurn(1000, 400, 0.0),)]
-    plain, drafts = (dedicated_tokens_per_s(one, 0.5, pool) for one in (job, told))
+    plain, drafts = (dedicated_tokens_per_s(one, 0.5, pool) for one in (job, reported))
     assert drafts > 1.2 * plain
 
 

@@ -44,7 +44,7 @@ def test_a_field_that_nobody_has_described_is_refused(monkeypatch: pytest.Monkey
                 on two lines.
         """
 
-        told: int = 0
+        reported: int = 0
         silent: Annotated[int, Field(ge=1)] = 1
 
     monkeypatch.setattr(fields, "SECTIONS", {"bare": Bare})

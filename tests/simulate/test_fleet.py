@@ -28,81 +28,81 @@ FLEET = Path(__file__).parents[2] / "simulate" / "scenarios" / "fleet.yaml"
 
 
 @pytest.fixture(scope="module")
-def told() -> FleetScenario:
+def setup() -> FleetScenario:
     found = read_scenario(FLEET)
     assert isinstance(found, FleetScenario)
     return found
 
 
 @pytest.fixture(scope="module")
-def material(told: FleetScenario) -> SimulationInputs:
-    return read_material(FLEET, told)
+def material(setup: FleetScenario) -> SimulationInputs:
+    return read_material(FLEET, setup)
 
 
-def small(told: FleetScenario, **changes: object) -> FleetScenario:
+def small(setup: FleetScenario, **changes: object) -> FleetScenario:
     """One service of 8 replicas, one job with 4 dedicated and up to 8 borrowed engines."""
-    kind = told.services[0]
+    kind = setup.services[0]
     load = kind.service.load.model_copy(update={"requests_per_s": 2.0})
     service = kind.service.model_copy(
         update={"replicas": 8, "load": load, "max_replicas_percent": 100}
     )
-    job = told.jobs.job.model_copy(update={"dedicated": 4, "borrowed": 8, "batch_groups": 8})
-    jobs = told.jobs.model_copy(update={"count": 1, "pools": 1, "job": job})
+    job = setup.jobs.job.model_copy(update={"dedicated": 4, "borrowed": 8, "batch_groups": 8})
+    jobs = setup.jobs.model_copy(update={"count": 1, "pools": 1, "job": job})
     plain: dict[str, object] = {
         "services": (kind.model_copy(update={"count": 1, "service": service}),),
         "jobs": jobs,
         "seconds": 600.0,
     }
-    return told.model_copy(update=plain | changes)
+    return setup.model_copy(update=plain | changes)
 
 
-def simulated(told: FleetScenario, material: SimulationInputs, regime: Regime) -> FleetOutcome:
-    kind, job = told.services[0].service, told.jobs.job
-    lender = Lender(kind, job, regime, told.derate)
+def simulated(setup: FleetScenario, material: SimulationInputs, regime: Regime) -> FleetOutcome:
+    kind, job = setup.services[0].service, setup.jobs.job
+    lender = Lender(kind, job, regime, setup.derate)
     trace = material.traces[kind.load.trace]
     seen = curve(lender, loads=(0.0, 0.25, 1.0), trace=trace, pool=material.episodes)
     fleet = FleetRun(
-        told,
+        setup,
         regime,
         1,
         curves=(seen,),
-        dedicated=dedicated_tokens_per_s(job, told.derate, material.episodes),
+        dedicated=dedicated_tokens_per_s(job, setup.derate, material.episodes),
         traces=material.traces,
         episodes=material.episodes,
     )
     return fleet.run()
 
 
-def events(told: FleetScenario, material: SimulationInputs, regime: Regime) -> float:
+def events(setup: FleetScenario, material: SimulationInputs, regime: Regime) -> float:
     """Tokens per second of the same pools, event by event, turns placed for affinity."""
-    kind = told.services[0].service
+    kind = setup.services[0].service
     scenario = Scenario(
         name="same",
-        seconds=told.seconds,
-        derate=told.derate,
+        seconds=setup.seconds,
+        derate=setup.derate,
         episodes="",
         services=(
             kind.model_copy(update={"load": Load(trace=kind.load.trace, requests_per_s=2.0)}),
         ),
-        jobs=(told.jobs.job,),
+        jobs=(setup.jobs.job,),
     )
     outcome, _ = run(scenario, regime, 1, material, {})
-    return sum(job.tokens for job in outcome.jobs) / told.seconds
+    return sum(job.tokens for job in outcome.jobs) / setup.seconds
 
 
 @pytest.mark.parametrize("regime", [Regime.FIXED, Regime.OURS_LADDER])
 def test_the_fleet_agrees_with_single_events(
-    told: FleetScenario, material: SimulationInputs, regime: Regime
+    setup: FleetScenario, material: SimulationInputs, regime: Regime
 ) -> None:
-    here = small(told)
+    here = small(setup)
     found = simulated(here, material, regime)
     assert found.tokens_per_s == pytest.approx(events(here, material, regime), rel=0.25)
 
 
 def test_same_seed_same_bytes_and_lending_helps(
-    told: FleetScenario, material: SimulationInputs
+    setup: FleetScenario, material: SimulationInputs
 ) -> None:
-    here = small(told)
+    here = small(setup)
     ours, fixed = (simulated(here, material, one) for one in (Regime.OURS, Regime.FIXED))
     again = simulated(here, material, Regime.OURS)
     assert msgspec.json.encode(ours) == msgspec.json.encode(again)
@@ -113,8 +113,10 @@ def test_same_seed_same_bytes_and_lending_helps(
     assert ours.finished >= ours.accepted
 
 
-def test_the_planner_keeps_the_pools_limit(told: FleetScenario, material: SimulationInputs) -> None:
-    here = small(told)
+def test_the_planner_keeps_the_pools_limit(
+    setup: FleetScenario, material: SimulationInputs
+) -> None:
+    here = small(setup)
     kind = here.services[0]
     half = kind.service.model_copy(update={"max_replicas_percent": 50})
     limited = here.model_copy(update={"services": (kind.model_copy(update={"service": half}),)})
@@ -122,23 +124,23 @@ def test_the_planner_keeps_the_pools_limit(told: FleetScenario, material: Simula
 
 
 def test_a_lease_of_a_fleet_holds_what_its_turns_need(
-    told: FleetScenario, material: SimulationInputs
+    setup: FleetScenario, material: SimulationInputs
 ) -> None:
-    held, ours = (simulated(small(told), material, one) for one in (Regime.OURS_HELD, Regime.OURS))
+    held, ours = (simulated(small(setup), material, one) for one in (Regime.OURS_HELD, Regime.OURS))
     assert ours.lent_hours < held.lent_hours
     assert held.lent_hours == pytest.approx(8 * 600 / 3600, rel=0.1)
     assert ours.tokens_per_s > 0.8 * held.tokens_per_s
 
 
 def test_violations_of_serving_alone_are_told_apart(
-    told: FleetScenario, material: SimulationInputs
+    setup: FleetScenario, material: SimulationInputs
 ) -> None:
     """At the load of a burst some requests are late by themselves, whatever is lent."""
-    kind = told.services[1]
+    kind = setup.services[1]
     trace = material.traces[kind.service.load.trace]
 
     def seen(regime: Regime) -> Curve:
-        lender = Lender(kind.service, told.jobs.job, regime, told.derate)
+        lender = Lender(kind.service, setup.jobs.job, regime, setup.derate)
         return curve(lender, loads=(0.0, 12.8), trace=trace, pool=material.episodes)
 
     fixed, bound = seen(Regime.FIXED), seen(Regime.CLAIRVOYANT)
@@ -149,11 +151,11 @@ def test_violations_of_serving_alone_are_told_apart(
 
 
 def test_what_a_replica_does_alone_is_the_same_under_every_regime(
-    told: FleetScenario, material: SimulationInputs
+    setup: FleetScenario, material: SimulationInputs
 ) -> None:
-    kind = told.services[1]
+    kind = setup.services[1]
     trace = material.traces[kind.service.load.trace]
-    fixed = Lender(kind.service, told.jobs.job, Regime.FIXED, told.derate)
+    fixed = Lender(kind.service, setup.jobs.job, Regime.FIXED, setup.derate)
     ours = replace(fixed, regime=Regime.OURS)
     known = by_itself(ours, loads=(0.8,), trace=trace)
     assert known == by_itself(fixed, loads=(0.8,), trace=trace)
@@ -162,12 +164,12 @@ def test_what_a_replica_does_alone_is_the_same_under_every_regime(
 
 
 def test_what_is_added_inside_the_slo_and_what_is_spared_are_told_apart(
-    told: FleetScenario, material: SimulationInputs
+    setup: FleetScenario, material: SimulationInputs
 ) -> None:
     """Above a hundredth of 12.8 x 2 requests per second serving alone misses its SLO here."""
     flat = 900.0, 900.0
     seen = Curve((0.0, 12.8), flat, (1.0, 1.0), (0.0, 0.5), (0.02, 0.02), (0.01, 0.01))
-    here = small(told)
+    here = small(setup)
     fleet = FleetRun(
         here,
         Regime.OURS,
@@ -184,10 +186,10 @@ def test_what_is_added_inside_the_slo_and_what_is_spared_are_told_apart(
 
 
 def test_every_derate_and_seed_is_run_and_paired(
-    told: FleetScenario, material: SimulationInputs, monkeypatch: pytest.MonkeyPatch
+    setup: FleetScenario, material: SimulationInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleets, "LOADS", (0.0, 0.4))
-    here = small(told, seeds=(1, 2), seconds=60.0, regimes=(Regime.FIXED, Regime.ROSE_PAPER))
+    here = small(setup, seeds=(1, 2), seconds=60.0, regimes=(Regime.FIXED, Regime.ROSE_PAPER))
     found = run_fleet(here, material, lambda _one: None, (0.4, 0.7))
     ran = [(one.derate, one.regime, one.seed) for one in found.outcomes]
     assert ran == [
@@ -245,8 +247,8 @@ def test_the_shadow_price_of_a_violation_stands_in_a_fleets_table_and_page() -> 
     assert won(found, found.outcomes[4:]) == pytest.approx((80.0, 4.0))
     assert won(found, found.outcomes[:2]) is None
     lines = [line.split("  ")[-1].strip() for line in fleet_table(found).splitlines()]
-    told = ["-", "-", "50.0, 0.02", "50.0, 0.02", "20.0, none late", "60.0, 3.00"]
-    assert lines == ["GPU-h won, per violation", *told]
+    listed = ["-", "-", "50.0, 0.02", "50.0, 0.02", "20.0, none late", "60.0, 3.00"]
+    assert lines == ["GPU-h won, per violation", *listed]
     text = page("fleet", "(h)", "Says.", (found,)).text
     assert "violations alone | GPU-hours won | per violation |" in text
     for cells in ("| 2 of 9000 |  |  |", "| 2 of 9000 | 100 | 0.02 |", "| 2 of 9000 | 80 | 4.00 |"):

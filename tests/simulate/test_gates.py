@@ -26,14 +26,14 @@ class Bench:
     def __init__(self, regime: Regime, slower: Interference | None = None) -> None:
         self.clock = VirtualClock()
         self.moves: list[tuple[float, bool]] = []
-        told = scenario()
+        setup = scenario()
         if slower is not None:
-            told = told.model_copy(update={"interference": slower})
+            setup = setup.model_copy(update={"interference": slower})
         ears = ReplicaCallbacks(self._gate, lambda _replica, _lost: None, self._served)
         self.replica = LentReplica(
-            self.clock, 0, told.services[0], told, rules=RULES[regime], ears=ears
+            self.clock, 0, setup.services[0], setup, rules=RULES[regime], ears=ears
         )
-        self.replica.lend(told.jobs[0])
+        self.replica.lend(setup.jobs[0])
 
     def _gate(self, _replica: LentReplica, is_open: bool) -> None:
         self.moves.append((self.clock.now_s, is_open))
@@ -206,12 +206,12 @@ def test_what_is_launched_ends_by_itself_and_nothing_follows_it() -> None:
     bench = Bench(Regime.OURS)
     bench.serve(30.0)
     bench.run(60)
-    told = scenario()
+    setup = scenario()
     engine = bench.replica.device.rollout
     assert engine is not None
-    own = costs_of(told.jobs[0], "H100", 1, told.derate, attention=True)
+    own = costs_of(setup.jobs[0], "H100", 1, setup.derate, attention=True)
     step = own.step(4, 4 * 9000)[0]
-    most = told.delays.tap_s + told.delays.close_s + 2.0 * step  # at half speed beside serving
+    most = setup.delays.tap_s + setup.delays.close_s + 2.0 * step  # at half speed beside serving
     assert 0 < bench.replica.device.shared_ns <= most * SECOND
 
 

@@ -27,10 +27,10 @@ def found() -> Result:
 
 def swamped(ttft_ms: float) -> Scenario:
     """One burst at the end that is still in the queue when the run is over."""
-    told = scenario(seconds=20)
+    setup = scenario(seconds=20)
     load = Load(burst_every_s=60, burst_size=300, burst_prompt=6000, offset_s=15)
     changes = {"load": load, "ttft_ms": ttft_ms}
-    return told.model_copy(update={"services": (told.services[0].model_copy(update=changes),)})
+    return setup.model_copy(update={"services": (setup.services[0].model_copy(update=changes),)})
 
 
 def test_each_request_is_compared_with_itself_served_alone() -> None:
@@ -67,8 +67,8 @@ def test_every_regime_is_run_at_every_factor_of_interference() -> None:
 
 def test_who_lends_nothing_is_run_once_for_all_factors() -> None:
     done: list[str] = []
-    told = scenario(regimes=(Regime.FIXED, Regime.OURS))
-    study(told, MATERIAL, [0.5], lambda one: done.append(one.regime), band=BAND)
+    setup = scenario(regimes=(Regime.FIXED, Regime.OURS))
+    study(setup, MATERIAL, [0.5], lambda one: done.append(one.regime), band=BAND)
     assert sorted(done) == ["fixed", "ours", "ours"]
 
 
@@ -97,11 +97,11 @@ def test_the_papers_placement_is_run_in_both_readings() -> None:
 
 
 def test_the_trainers_gpus_raise_the_price_at_which_borrowing_pays() -> None:
-    told = scenario()
+    setup = scenario()
     prices = []
     for gpus in (0, 2):
-        job = told.jobs[0].model_copy(update={"trainer_gpus": gpus})
-        here = told.model_copy(update={"jobs": (job,)})
+        job = setup.jobs[0].model_copy(update={"trainer_gpus": gpus})
+        here = setup.model_copy(update={"jobs": (job,)})
         alone, ours = (
             ledger(run(here, one, 1, MATERIAL, {})[0]) for one in (Regime.FIXED, Regime.OURS)
         )

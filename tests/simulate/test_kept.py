@@ -88,9 +88,9 @@ def test_the_least_recently_used_session_goes_first() -> None:
 
 
 def test_fewer_tokens_are_computed_again_where_keys_are_kept() -> None:
-    told = scenario()
+    setup = scenario()
     jobs = [
-        run(told, regime, 1, MATERIAL, {})[0].jobs[0] for regime in (Regime.OURS, Regime.OURS_KEPT)
+        run(setup, regime, 1, MATERIAL, {})[0].jobs[0] for regime in (Regime.OURS, Regime.OURS_KEPT)
     ]
     assert RULES[Regime.OURS_KEPT].keeps_keys
     assert jobs[0].fetched_tokens == 0 < jobs[1].fetched_tokens

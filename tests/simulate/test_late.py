@@ -17,8 +17,8 @@ ROUNDS = {"surplus": 0.0, "staleness": 0, "batch_groups": 3, "reward_s": REWARD_
 def played(**changes: object) -> JobCounts:
     plain = scenario(seconds=END_S)
     job = RolloutJob.model_validate(plain.jobs[0].model_dump() | ROUNDS | changes)
-    told = plain.model_copy(update={"jobs": (job,)})
-    world = Simulation(told, RULES[Regime.OURS], 1, MATERIAL)
+    reported = plain.model_copy(update={"jobs": (job,)})
+    world = Simulation(reported, RULES[Regime.OURS], 1, MATERIAL)
     world.clock.run(END_S * SECOND)
     return world.jobs["grpo"].counts
 

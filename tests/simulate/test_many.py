@@ -29,8 +29,8 @@ def many() -> Scenario:
 
 @pytest.mark.parametrize("regime", [Regime.OURS, Regime.ROSE_PAPER])
 def test_jobs_borrow_from_their_own_lender_and_no_more_than_they_may(regime: Regime) -> None:
-    told = many()
-    world = Simulation(told, RULES[regime], 1, MATERIAL)
+    reported = many()
+    world = Simulation(reported, RULES[regime], 1, MATERIAL)
     most: Counter[str] = Counter()
     for second in range(1, END_S):
         world.clock.run(second * SECOND)
@@ -39,7 +39,7 @@ def test_jobs_borrow_from_their_own_lender_and_no_more_than_they_may(regime: Reg
         for one in world.replicas:
             if one.job is not None:
                 assert one.job.borrows_from == one.service.name
-    assert most == {job.name: job.borrowed for job in told.jobs}
+    assert most == {job.name: job.borrowed for job in reported.jobs}
 
 
 def test_every_job_gets_tokens_from_what_it_borrowed() -> None:
@@ -50,19 +50,19 @@ def test_every_job_gets_tokens_from_what_it_borrowed() -> None:
 
 
 def test_services_burst_in_the_same_second_where_they_are_told_to_and_else_not() -> None:
-    told = many()
-    chat, code = told.services
+    reported = many()
+    chat, code = reported.services
     hit = chat.model_copy(update={"load": code.load})
-    together = world_of(told.model_copy(update={"services": (hit, code)}))
+    together = world_of(reported.model_copy(update={"services": (hit, code)}))
     assert seconds(together, "chat") == seconds(together, "code")
     twin = chat.model_copy(update={"name": "code", "replicas": 2})
-    apart = world_of(told.model_copy(update={"services": (chat, twin)}))
+    apart = world_of(reported.model_copy(update={"services": (chat, twin)}))
     chats, codes = ({one.arrived_ns for one in apart.requests[name]} for name in ("chat", "code"))
     assert not chats & codes
 
 
-def world_of(told: Scenario) -> Simulation:
-    return Simulation(told, RULES[Regime.FIXED], 1, MATERIAL)
+def world_of(setup: Scenario) -> Simulation:
+    return Simulation(setup, RULES[Regime.FIXED], 1, MATERIAL)
 
 
 def seconds(world: Simulation, service: str) -> set[int]:

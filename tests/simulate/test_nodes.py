@@ -34,8 +34,8 @@ def losing(target: int, **changes: object) -> Scenario:
     return scenario(nodes=PAIRS, failures=[OFF | {"target": target}], **changes)
 
 
-def world(told: Scenario, regime: Regime, until_s: float) -> Simulation:
-    made = Simulation(told, RULES[regime], 1, MATERIAL)
+def world(setup: Scenario, regime: Regime, until_s: float) -> Simulation:
+    made = Simulation(setup, RULES[regime], 1, MATERIAL)
     made.clock.run(round(until_s * SECOND))
     return made
 
@@ -149,8 +149,8 @@ def test_drawn_failures_are_the_same_by_seed_under_every_regime() -> None:
 
 
 def test_impossible_nodes_are_refused() -> None:
-    told = losing(3)
-    assert [reason for _, reason in impossible(told)] == ["there are 3 nodes, counted from 0"]
+    reported = losing(3)
+    assert [reason for _, reason in impossible(reported)] == ["there are 3 nodes, counted from 0"]
     wide = scenario().services[0].model_copy(update={"gpus_per_replica": 4})
     narrow = scenario(nodes=PAIRS).model_copy(update={"services": (wide,)})
     found = dict(impossible(narrow))

@@ -64,11 +64,11 @@ def test_memory_is_worth_what_it_admits_by_its_share() -> None:
     # 10 of 14 requests a second with half of the memory: 0.286 of the load, 0.57 for all of it.
     assert worth(found, 0.01, 0.5) == pytest.approx((14 - 10) / 14 / 0.5)
     assert worth(found[:2], 0.01, 0.5) is None
-    told = scenario()
-    shown = table(found, told)
+    setup = scenario()
+    shown = table(found, setup)
     assert "Admitted load at 1% late: 10.0/s with 35% of the memory, 14.0/s with" in shown
     assert "worth 0.57 of a GPU's price" in shown
-    assert "outside of what was tried" in table(found[:2], told)
+    assert "outside of what was tried" in table(found[:2], setup)
 
 
 def test_the_command_says_what_the_memory_is_worth(
@@ -88,9 +88,9 @@ def test_its_own_scenario_and_rates_have_an_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["reserve", "--seeds", "1", "--seconds", "60", "--out", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "of a GPU's price" in told, told
-    assert "outside of what was tried" not in told
+    output = capsys.readouterr().out
+    assert "of a GPU's price" in output, output
+    assert "outside of what was tried" not in output
 
 
 def test_it_wants_one_service_of_single_events(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +99,6 @@ def test_it_wants_one_service_of_single_events(capsys: pytest.CaptureFixture[str
 
 
 def test_its_scenario_serves_sessions() -> None:
-    told = read_scenario(SCENARIOS / "sessions.yaml")
-    assert isinstance(told, Scenario)
-    assert [one.load.sessions for one in told.services] == [True]
+    setup = read_scenario(SCENARIOS / "sessions.yaml")
+    assert isinstance(setup, Scenario)
+    assert [one.load.sessions for one in setup.services] == [True]

@@ -15,8 +15,8 @@ from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 
 
-def outcome(told: Scenario, regime: Regime, seed: int = 1) -> RunOutcome:
-    return run(told, regime, seed, MATERIAL, {})[0]
+def outcome(setup: Scenario, regime: Regime, seed: int = 1) -> RunOutcome:
+    return run(setup, regime, seed, MATERIAL, {})[0]
 
 
 @cache
@@ -55,17 +55,17 @@ def test_lending_helps_a_starved_job() -> None:
 
 def test_a_lost_engine_costs_the_paper_tokens_and_us_none() -> None:
     failures = [{"kind": "engine", "at_s": 30 + 4 * n, "target": n % 3} for n in range(14)]
-    told = scenario(failures=failures)
-    ours, paper = outcome(told, Regime.OURS), outcome(told, Regime.ROSE_PAPER)
-    keep = outcome(told, Regime.ROSE_PAPER_KEEP)
+    setup = scenario(failures=failures)
+    ours, paper = outcome(setup, Regime.OURS), outcome(setup, Regime.ROSE_PAPER)
+    keep = outcome(setup, Regime.ROSE_PAPER_KEEP)
     assert ours.jobs[0].moves > 0
     assert ours.jobs[0].redone_tokens == keep.jobs[0].redone_tokens == 0
     assert paper.jobs[0].redone_tokens > 0
 
 
 def test_a_dead_link_keeps_borrowed_engines_behind() -> None:
-    told = scenario(failures=[{"kind": "link", "at_s": 0, "seconds": 89}])
-    assert outcome(told, Regime.OURS).jobs[0].borrowed_tokens == 0
+    setup = scenario(failures=[{"kind": "link", "at_s": 0, "seconds": 89}])
+    assert outcome(setup, Regime.OURS).jobs[0].borrowed_tokens == 0
     assert outcome(scenario(), Regime.OURS).jobs[0].borrowed_tokens > 0
 
 
@@ -79,8 +79,8 @@ def test_a_synchronous_job_drops_nothing() -> None:
 
 def test_a_trainer_that_takes_the_oldest_first_drops_nothing_where_another_does() -> None:
     def dropped(*, oldest_first: bool) -> int:
-        told = _job(batch_groups=1, train_s=0.1, oldest_first=oldest_first)
-        return outcome(told, Regime.OURS).jobs[0].dropped
+        reported = _job(batch_groups=1, train_s=0.1, oldest_first=oldest_first)
+        return outcome(reported, Regime.OURS).jobs[0].dropped
 
     assert dropped(oldest_first=False) > 0
     assert dropped(oldest_first=True) == 0
@@ -105,9 +105,9 @@ def _job(**changes: object) -> Scenario:
 
 
 def test_tail_batching_trains_every_prompt_and_discards_what_it_put_off() -> None:
-    told = _job(staleness=0, batch_groups=2, surplus=0.5)
-    world = Simulation(told, RULES[Regime.OURS], 1, MATERIAL)
-    world.clock.run(round(told.seconds * SECOND))
+    reported = _job(staleness=0, batch_groups=2, surplus=0.5)
+    world = Simulation(reported, RULES[Regime.OURS], 1, MATERIAL)
+    world.clock.run(round(reported.seconds * SECOND))
     job = world.jobs["grpo"]
     counts = job.counts
     assert counts.deferred > 0
@@ -115,15 +115,15 @@ def test_tail_batching_trains_every_prompt_and_discards_what_it_put_off() -> Non
     assert counts.dropped == 0
     trained = [fate.session.partition(".")[0] for fate in counts.fates if fate.trained]
     assert len(trained) == counts.accepted
-    members = told.jobs[0].group
+    members = reported.jobs[0].group
     assert all(trained.count(name) == members for name in set(trained)), "no prompt twice"
 
 
 def test_a_surplus_of_responses_is_cut_counted_and_never_trained_on() -> None:
-    told = _job(staleness=0, batch_groups=2, surplus=0.5, member_surplus=0.5)
-    world = Simulation(told, RULES[Regime.OURS], 1, MATERIAL)
-    world.clock.run(round(told.seconds * SECOND))
-    job, members = world.jobs["grpo"], told.jobs[0].group
+    reported = _job(staleness=0, batch_groups=2, surplus=0.5, member_surplus=0.5)
+    world = Simulation(reported, RULES[Regime.OURS], 1, MATERIAL)
+    world.clock.run(round(reported.seconds * SECOND))
+    job, members = world.jobs["grpo"], reported.jobs[0].group
     counts = job.counts
     assert counts.steps > 2
     assert counts.cut > 0
@@ -143,9 +143,9 @@ def test_tail_batching_is_refused_where_steps_overlap() -> None:
 
 
 def _played(**changes: object) -> Simulation:
-    told = _job(staleness=0, batch_groups=2, surplus=0.5, member_surplus=0.5, **changes)
-    world = Simulation(told, RULES[Regime.OURS], 1, MATERIAL)
-    world.clock.run(round(told.seconds * SECOND))
+    reported = _job(staleness=0, batch_groups=2, surplus=0.5, member_surplus=0.5, **changes)
+    world = Simulation(reported, RULES[Regime.OURS], 1, MATERIAL)
+    world.clock.run(round(reported.seconds * SECOND))
     return world
 
 

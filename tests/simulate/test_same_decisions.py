@@ -178,9 +178,9 @@ def test_what_is_warmed_in_gaps_is_productions_choice(monkeypatch: pytest.Monkey
     # Long gaps and quick publishes, so that keys are lost while tools run.
     turns = tuple(PlannedTurn(900, 40, gap) for gap in (0.0, 4.0, 4.0, 4.0, 4.0, 4.0))
     material = replace(MATERIAL, episodes=(turns,))
-    told = scenario(regimes=(Regime.OURS,))
-    job = told.jobs[0].model_copy(update={"staleness": 4, "train_s": 1.0, "batch_groups": 1})
-    world = Simulation(told.model_copy(update={"jobs": (job,)}), RULES[Regime.OURS], 1, material)
+    setup = scenario(regimes=(Regime.OURS,))
+    job = setup.jobs[0].model_copy(update={"staleness": 4, "train_s": 1.0, "batch_groups": 1})
+    world = Simulation(setup.model_copy(update={"jobs": (job,)}), RULES[Regime.OURS], 1, material)
     world.clock.run(90 * SECOND)
     ended = world.routers["grpo"].warmer.ended
     assert ended[WarmOutcome.USED] > 0

@@ -38,26 +38,26 @@ def lease(staleness: int, max_age: int | None = None) -> RolloutLease:
     return RolloutLease.model_validate(written)
 
 
-def settings_of(told: RolloutLease) -> Settings:
+def settings_of(reported: RolloutLease) -> Settings:
     """What the router that the operator would start for the lease is started with."""
     platform = OperatorSettings("rose-system", "img", {}, "token", "operator")
-    made = deployment(told, platform)
+    made = deployment(reported, platform)
     (container,) = made["spec"]["template"]["spec"]["containers"]
     words = [word for word in container["args"] if word.startswith("--")]
     own = [word for word in words if not word.startswith(("--token-file", "--turn-token-file"))]
     return settings(parser().parse_args(own))
 
 
-def in_production(told: RolloutLease) -> Service:
+def in_production(reported: RolloutLease) -> Service:
     """That router."""
-    return Service(settings_of(told), SimClient({}))
+    return Service(settings_of(reported), SimClient({}))
 
 
 def in_the_simulator(staleness: int) -> Router:
     """The router of a simulated job with the bound."""
-    told = scenario(regimes=(Regime.OURS,))
-    job = told.jobs[0].model_copy(update={"staleness": staleness})
-    world = Simulation(told.model_copy(update={"jobs": (job,)}), RULES[Regime.OURS], 1, MATERIAL)
+    setup = scenario(regimes=(Regime.OURS,))
+    job = setup.jobs[0].model_copy(update={"staleness": staleness})
+    world = Simulation(setup.model_copy(update={"jobs": (job,)}), RULES[Regime.OURS], 1, MATERIAL)
     return world.routers[job.name]
 
 

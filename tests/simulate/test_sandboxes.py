@@ -231,8 +231,8 @@ async def test_the_host_does_at_each_boundary_what_the_simulated_one_does(tmp_pa
         await boundary
         stage.again(box, 30.0, changes, wait)
         stage.until(stage.clock.now_s + 20)
-        told = await world.host.state("box")
-        real = (told.action, told.phase, told.turn, told.recoverable_to)
+        result = await world.host.state("box")
+        real = (result.action, result.phase, result.turn, result.recoverable_to)
         assert real == (box.action, box.clock.phase, box.clock.turn, box.clock.saved), command
         await world.host.tokens_ready("box")
         stage.until(stage.clock.now_s + 20)

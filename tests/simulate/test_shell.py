@@ -33,9 +33,9 @@ def edited(tmp_path: Path, old: str, new: str) -> Path:
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_scenario_shipped_can_be_read_with_its_traces(path: Path) -> None:
-    told = read_scenario(path)
-    assert told.name == path.stem
-    assert read_material(path, told).episodes
+    scenario = read_scenario(path)
+    assert scenario.name == path.stem
+    assert read_material(path, scenario).episodes
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_episodes_are_rescaled_to_the_context_limit() -> None:
 
 
 def test_a_scenario_may_shorten_contexts(tmp_path: Path) -> None:
-    told = "episodes: traces/weka_episodes_400.csv"
-    path = edited(tmp_path, told, f"{told}\ncontexts: {{first: 1000, most: 8000}}")
+    text = "episodes: traces/weka_episodes_400.csv"
+    path = edited(tmp_path, text, f"{text}\ncontexts: {{first: 1000, most: 8000}}")
     path.write_text(path.read_text().replace("traces/", f"{SCENARIOS}/traces/"))
     short = read_material(path, read_scenario(path)).episodes
     usual = read_material(SCENARIOS / "normal.yaml", read_scenario(SCENARIOS / "normal.yaml"))

@@ -22,8 +22,8 @@ def test_every_scenario_of_a_study_can_be_read(name: str) -> None:
 
 
 def test_a_page_compares_with_the_paper_and_equal_results_give_equal_pages() -> None:
-    told = scenario(seeds=(1, 2), regimes=(Regime.FIXED, Regime.ROSE_PAPER, Regime.OURS))
-    found = study(told, MATERIAL, [0.5], lambda _one: None)
+    setup = scenario(seeds=(1, 2), regimes=(Regime.FIXED, Regime.ROSE_PAPER, Regime.OURS))
+    found = study(setup, MATERIAL, [0.5], lambda _one: None)
     made, again = (page("x", "(x)", "Says.", (found,), " --derate 0.5") for _ in range(2))
     assert made == again
     assert "`rose simulate study x --derate 0.5`" in made.text
@@ -42,9 +42,9 @@ def test_a_page_of_many_scenarios_says_what_streaming_brings_and_how_often_it_is
     rounds = {"staleness": 0, "batch_groups": 2, "surplus": 0.5}
     found = []
     for name, streams in (("r", False), ("r-streams", True)):
-        told = scenario(seeds=(1, 2), regimes=regimes)
-        jobs = tuple(job.model_copy(update=rounds | {"streams": streams}) for job in told.jobs)
-        changed = told.model_copy(update={"name": name, "jobs": jobs})
+        setup = scenario(seeds=(1, 2), regimes=regimes)
+        jobs = tuple(job.model_copy(update=rounds | {"streams": streams}) for job in setup.jobs)
+        changed = setup.model_copy(update={"name": name, "jobs": jobs})
         found.append(study(changed, MATERIAL, [0.5], lambda _one: None))
     text = page("rewards", "(x)", "Says.", found).text
     ours = [one.useful_tokens_per_s for one in found[0].outcomes if one.regime == Regime.OURS]
@@ -69,7 +69,7 @@ def test_a_page_of_many_scenarios_tells_factors_apart_and_runs_that_made_nothing
 
     def at(factor: float, **more: float) -> Result:
         """The same at another factor; ``more`` of each job."""
-        told = [
+        found = [
             msgspec.structs.replace(
                 one,
                 slowdown=factor,
@@ -78,7 +78,7 @@ def test_a_page_of_many_scenarios_tells_factors_apart_and_runs_that_made_nothing
             for one in whole.outcomes
         ]
         rows = (msgspec.structs.replace(one, slowdown=factor) for one in whole.rows)
-        return msgspec.structs.replace(whole, rows=tuple(rows), outcomes=tuple(told))
+        return msgspec.structs.replace(whole, rows=tuple(rows), outcomes=tuple(found))
 
     slower, idle = at(3.0), at(4.0, useful_tokens_per_s=0.0)
     both = msgspec.structs.replace(
@@ -96,8 +96,8 @@ def test_a_page_of_many_scenarios_tells_factors_apart_and_runs_that_made_nothing
 
 
 def test_a_page_says_which_kind_of_work_went_to_which_kind_of_engine() -> None:
-    told = scenario(seeds=(1,), regimes=(Regime.FIXED, Regime.OURS))
-    found = study(told, MATERIAL, [0.5], lambda _one: None)
+    setup = scenario(seeds=(1,), regimes=(Regime.FIXED, Regime.OURS))
+    found = study(setup, MATERIAL, [0.5], lambda _one: None)
     jobs = [one.jobs[0] for one in found.outcomes if one.regime == Regime.OURS]
     assert 0 < jobs[0].borrowed_prefilled_tokens < jobs[0].prefilled_tokens
     lent = jobs[0].borrowed_prefilled_tokens / jobs[0].borrowed_tokens
@@ -117,8 +117,8 @@ def test_a_page_compares_production_with_the_papers_rules_behind_the_same_gate()
 
 def test_a_page_says_how_many_nodes_were_lost() -> None:
     nodes = Nodes(gpus=2, fail_every_s=40, back_s=10)
-    told = scenario(seeds=(1, 2), regimes=(Regime.FIXED, Regime.OURS), nodes=nodes)
-    found = study(told, MATERIAL, [0.5], lambda _one: None)
+    setup = scenario(seeds=(1, 2), regimes=(Regime.FIXED, Regime.OURS), nodes=nodes)
+    found = study(setup, MATERIAL, [0.5], lambda _one: None)
     lost = sum(one.node_failures for one in found.outcomes if one.regime == Regime.OURS)
     again = sum(one.restarted for one in found.outcomes if one.regime == Regime.OURS)
     made = page("x", "(x)", "Says.", (found,)).text

@@ -21,10 +21,10 @@ def quiet(_one: RunOutcome) -> None:
 def test_larger_bursts_are_late_alone_and_the_frontier_says_so() -> None:
     plain = scenario(seconds=40, regimes=(Regime.FIXED, Regime.OURS, Regime.UNGUARDED))
     load = Load(burst_every_s=20, burst_size=1)
-    told = plain.model_copy(
+    reported = plain.model_copy(
         update={"services": (plain.services[0].model_copy(update={"load": load}),)}
     )
-    small, large = bursts(told, MATERIAL, [(3, 500), (240, 4000)], Runner(), quiet)
+    small, large = bursts(reported, MATERIAL, [(3, 500), (240, 4000)], Runner(), quiet)
     assert (small.late, small.added["ours"]) == (0, 0)
     assert large.late > 0
     assert large.requests == 80 * small.requests

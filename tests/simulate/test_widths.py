@@ -45,8 +45,8 @@ def slower(times: ModelCosts, factor: float) -> ModelCosts:
 def round_of(*lengths: int, kept: int, read: int = 8000) -> RoundSeen:
     """Those beyond the shortest ``kept`` were stopped half-way."""
     last = sorted(lengths)[kept - 1]
-    told = [Written(min(one, last), read, ended=one <= last) for one in lengths]
-    return RoundSeen(tuple(told), kept)
+    found = [Written(min(one, last), read, ended=one <= last) for one in lengths]
+    return RoundSeen(tuple(found), kept)
 
 
 EVEN = [1000 + 10 * n for n in range(128)]
@@ -101,7 +101,7 @@ def test_a_pool_that_holds_few_at_a_time_makes_others_wait() -> None:
 
 def elastic(**changes: object) -> Scenario:
     plain = scenario(seconds=600)
-    told: dict[str, object] = {
+    found: dict[str, object] = {
         "dedicated": 4,
         "gpus_per_engine": 1,
         "borrowed": 0,
@@ -113,15 +113,15 @@ def elastic(**changes: object) -> Scenario:
         "train_s": 10,
         "widths": (1, 2, 4),
     }
-    job = plain.jobs[0].model_copy(update=told | changes)
+    job = plain.jobs[0].model_copy(update=found | changes)
     return plain.model_copy(update={"jobs": (job,)})
 
 
 def test_engines_that_change_their_width_lose_no_trajectory_and_keep_their_gpus() -> None:
-    told = elastic()
-    assert not list(impossible(told))
-    world = Simulation(told, RULES[Regime.FIXED], 1, MATERIAL)
-    world.clock.run(round(told.seconds * SECOND))
+    reported = elastic()
+    assert not list(impossible(reported))
+    world = Simulation(reported, RULES[Regime.FIXED], 1, MATERIAL)
+    world.clock.run(round(reported.seconds * SECOND))
     own, job = world.own["grpo"], world.jobs["grpo"]
     assert own.switches > 0
     assert len(own.engines) * own.width == 4
@@ -144,5 +144,5 @@ def test_widths_that_cannot_be_are_refused(changes: dict[str, object], reason: s
 
 
 def test_widths_are_refused_where_machines_fail() -> None:
-    told = elastic().model_copy(update={"nodes": Nodes(fail_every_s=600)})
-    assert any("failing node" in why for _, why in impossible(told))
+    reported = elastic().model_copy(update={"nodes": Nodes(fail_every_s=600)})
+    assert any("failing node" in why for _, why in impossible(reported))

@@ -181,7 +181,7 @@ class Wire:
             self.server, _ = server.accept()
         self.server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def say(self, *pieces: bytes) -> None:
+    def send(self, *pieces: bytes) -> None:
         """Send each piece as a segment of its own; it has been taken when the next one goes."""
         self._pass(self.client, self.server, pieces)
 

@@ -46,32 +46,32 @@ def test_the_same_sockets_serve_a_closer_look() -> None:
 
 def followed(*, closely: bool) -> tuple[TappedReplica, list[list[TapEvent]]]:
     """A replica without sockets, and what it tells."""
-    told: list[list[TapEvent]] = []
+    received: list[list[TapEvent]] = []
     made = TappedReplica(Watch(POD, 0, 80, closely=closely), [], frozenset(), lambda: 1, 400.0)
-    made.start(told.append)
-    return made, told
+    made.start(received.append)
+    return made, received
 
 
 @pytest.mark.looptime
 @pytest.mark.parametrize("closely", [True, False])
 async def test_tokens_wait_for_the_heartbeat_and_only_the_last_is_told(closely: bool) -> None:
-    made, told = followed(closely=closely)
+    made, reported = followed(closely=closely)
     for moment in range(4):
         made._pass_on([Progress(POD, 1, moment, moment)])
         made._pass_on([Progress(POD, 2, moment, moment)])
         await asyncio.sleep(0.008)
     await asyncio.sleep(1)
-    assert told == []
+    assert reported == []
     assert made.beat()[:-1] == [Progress(POD, 1, 3, 3), Progress(POD, 2, 3, 3)]
     made.close()
 
 
 @pytest.mark.looptime
 async def test_nothing_else_waits_and_it_takes_the_tokens_along() -> None:
-    made, told = followed(closely=True)
+    made, reported = followed(closely=True)
     made._pass_on([Progress(POD, 1, 3, 3)])
     made._pass_on([EVENTS[2][0]])
-    assert told == [[Progress(POD, 1, 3, 3), EVENTS[2][0]]]
+    assert reported == [[Progress(POD, 1, 3, 3), EVENTS[2][0]]]
     await asyncio.sleep(1)
-    assert len(told) == 1, "told once"
+    assert len(reported) == 1, "told once"
     made.close()

@@ -81,14 +81,14 @@ async def test_neither_process_can_do_more_than_its_work(short_dir: Path) -> Non
         (parser,) = opener.children()
         kept = sum(1 << n for n in (kernel.NET_RAW, kernel.SYS_ADMIN, kernel.SYS_PTRACE))
         for pid, capabilities in ((opener.pid, kept), (parser.pid, 0)):
-            said = status(pid)
+            reported = status(pid)
             for name in ("CapEff", "CapPrm"):
-                assert int(said[name], 16) == capabilities, (pid, name)
-            assert int(said["CapInh"], 16) == 0
-            assert said["NoNewPrivs"] == "1"
+                assert int(reported[name], 16) == capabilities, (pid, name)
+            assert int(reported["CapInh"], 16) == 0
+            assert reported["NoNewPrivs"] == "1"
             assert core_limit(pid) == "0"
             if platform.machine() in {"x86_64", "aarch64"}:
-                assert said["Seccomp"] == "2"
+                assert reported["Seccomp"] == "2"
         assert network(parser.pid) != network(os.getpid()), "a network of its own, empty"
 
 

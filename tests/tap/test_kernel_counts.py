@@ -128,15 +128,15 @@ class Side:
 def same_signal(pair: Pair, segments: list[Segment]) -> Ended | None:
     """What the pair told is what the reader tells; the last end is returned."""
     oracle = numbered()
-    told = [event for one in segments for event in oracle.feed(one)]
+    listed = [event for one in segments for event in oracle.feed(one)]
     pair.beat()
     assert not pair.counts.doubtful
-    news = [[e for e in found if not isinstance(e, Progress)] for found in (told, pair.events)]
+    news = [[e for e in found if not isinstance(e, Progress)] for found in (listed, pair.events)]
     assert news[0] == news[1]
     assert pair.tracker.counts == oracle.counts
     assert pair.tracker.in_flight == oracle.in_flight
     assert _under_way(pair.tracker) == _under_way(oracle)
-    ends = [e for e in told if isinstance(e, Ended)]
+    ends = [e for e in listed if isinstance(e, Ended)]
     return ends[-1] if ends else None
 
 
@@ -178,7 +178,7 @@ def test_tokens_of_a_stream_are_counted_and_kept_back(
 
 def test_an_arrival_a_first_token_and_an_end_are_passed_at_once(program: Kernel) -> None:
     pair, side = Pair(program), Side()
-    told: list[type] = []
+    received: list[type] = []
     for one in [
         *side.opened(),
         side.asks(),
@@ -186,9 +186,9 @@ def test_an_arrival_a_first_token_and_an_end_are_passed_at_once(program: Kernel)
     ]:
         pair.show(one)
         pair.rest()
-        told += [type(e) for e in pair.events if not isinstance(e, Progress)]
+        received += [type(e) for e in pair.events if not isinstance(e, Progress)]
         pair.events.clear()
-    assert [kind for kind in told if kind in {Arrived, FirstToken, Ended}] == [
+    assert [kind for kind in received if kind in {Arrived, FirstToken, Ended}] == [
         *(Arrived, FirstToken, Ended)
     ]
     assert pair.passed == len([*side.opened(), "request", "head", "first", "end"])

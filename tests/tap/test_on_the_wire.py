@@ -49,18 +49,18 @@ def wire(inside: Namespace, request: pytest.FixtureRequest) -> Iterator[Wire]:
 
 
 def streamed(wire: Wire) -> None:
-    wire.say(post())
+    wire.send(post())
     wire.answer(HEAD, event(0), event(1), END)
 
 
 def in_pieces(wire: Wire) -> None:
     whole = post(b"x" * 3000)
-    wire.say(whole[:5], whole[5:60], whole[60:2000], whole[2000:])
+    wire.send(whole[:5], whole[5:60], whole[60:2000], whole[2000:])
     wire.answer(HEAD + event(0), event(1) + END)
 
 
 def chunked_both_ways(wire: Wire) -> None:
-    wire.say(b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", chunk(b"{}"), END)
+    wire.send(b"POST /generate HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", chunk(b"{}"), END)
     wire.answer(HEAD, event(0), event(1), END)
 
 
@@ -68,13 +68,13 @@ def large(wire: Wire) -> None:
     body = b"x" * 400_000
     whole = post(body)
     for at in range(0, len(whole), 50_000):
-        wire.say(whole[at : at + 50_000])
+        wire.send(whole[at : at + 50_000])
     wire.answer(HEAD, event(0), event(1), END)
 
 
 def over_http2(wire: Wire) -> None:
     client, server = Side(), Side()
-    wire.say(HELLO, client.request(1) + data(1, b"{}", last=True))
+    wire.send(HELLO, client.request(1) + data(1, b"{}", last=True))
     wire.answer(SETTINGS + server.response(1), token(1), token(1), data(1, b"", last=True))
 
 
@@ -96,7 +96,7 @@ def test_a_streamed_request_however_it_is_sent(wire: Wire, talk: Callable[[Wire]
 
 
 def test_pipelined_requests_on_a_kept_connection(wire: Wire) -> None:
-    wire.say(post() + post(), post())
+    wire.send(post() + post(), post())
     assert wire.tap.look().in_flight == 3
     wire.answer(HEAD + event(0) + END + HEAD + event(0))
     assert wire.tap.look().in_flight == 2
@@ -108,7 +108,7 @@ def test_pipelined_requests_on_a_kept_connection(wire: Wire) -> None:
 def test_probes_scrapes_and_unknown_paths(wire: Wire) -> None:
     for path, arrives in (("/health", False), ("/metrics", False), ("/brand/new", True)):
         before = wire.tap.book.requests_total
-        wire.say(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        wire.send(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
         assert wire.tap.look().in_flight == arrives
         wire.answer(PLAIN)
         assert wire.tap.look().in_flight == 0
@@ -116,7 +116,7 @@ def test_probes_scrapes_and_unknown_paths(wire: Wire) -> None:
 
 
 def test_a_client_that_goes_away_is_under_way_until_the_server_stops(wire: Wire) -> None:
-    wire.say(post())
+    wire.send(post())
     wire.answer(HEAD, event(0))
     wire.client.close()
     assert wire.tap.look().in_flight == 1
@@ -126,7 +126,7 @@ def test_a_client_that_goes_away_is_under_way_until_the_server_stops(wire: Wire)
 
 
 def test_a_reset_before_the_first_token(wire: Wire) -> None:
-    wire.say(post())
+    wire.send(post())
     linger = struct.pack("ii", 1, 0)
     wire.client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     wire.client.close()
@@ -136,7 +136,7 @@ def test_a_reset_before_the_first_token(wire: Wire) -> None:
 
 
 def test_a_slow_reader_holds_its_request_until_the_last_byte_is_on_the_wire(wire: Wire) -> None:
-    wire.say(post())
+    wire.send(post())
     wire.answer(HEAD)
     wire.server.setblocking(False)
     many = chunk(b"data: " + b"x" * 60_000 + b"\n\n") * 100 + END
@@ -155,9 +155,9 @@ def test_a_slow_reader_holds_its_request_until_the_last_byte_is_on_the_wire(wire
 
 
 def test_encrypted_bytes_are_outstanding_until_the_connection_closes(wire: Wire) -> None:
-    wire.say(b"\x16\x03\x01\x00\x05hello")
+    wire.send(b"\x16\x03\x01\x00\x05hello")
     wire.answer(b"\x16\x03\x03\x00\x05hello")
-    wire.say(b"\x17\x03\x03\x00\x05abcde")
+    wire.send(b"\x17\x03\x03\x00\x05abcde")
     health = wire.tap.look()
     assert (health.opaque, health.in_flight) == (True, 1)
     assert all(e.opaque for e in wire.tap.events if isinstance(e, Arrived))
@@ -169,7 +169,7 @@ def test_encrypted_bytes_are_outstanding_until_the_connection_closes(wire: Wire)
 def test_a_tap_that_begins_in_the_middle_of_a_response(inside: Namespace) -> None:
     with tapped(inside) as early:
         wire = Wire(inside, early, "127.0.0.1")
-        wire.say(post())
+        wire.send(post())
         wire.answer(HEAD, event(0))
         with tapped(inside) as late:
             wire.answer(event(1))
@@ -183,7 +183,7 @@ def test_a_tap_that_begins_in_the_middle_of_a_response(inside: Namespace) -> Non
 def test_a_map_that_cannot_be_read_is_a_problem() -> None:
     with namespace(counting=True) as inside, tapped(inside) as tap:
         wire = Wire(inside, tap)
-        wire.say(post())
+        wire.send(post())
         wire.answer(HEAD, event(0))
         assert tap.look().problem == ""
         wire.answer(event(1))
@@ -196,7 +196,7 @@ def test_a_map_that_cannot_be_read_is_a_problem() -> None:
 
 
 def test_events_of_thousands_of_bytes_are_counted_too(wire: Wire) -> None:
-    wire.say(post())
+    wire.send(post())
     wire.answer(HEAD, event(0))
     wire.tap.look()
     long = [chunk(b'data: {"text":"' + b"x" * size + b'"}\n\n') for size in (4000, 5000, 60_000)]
@@ -232,29 +232,29 @@ def test_segments_that_the_kernel_drops_make_the_state_unknown(wire: Wire) -> No
     wire.tap.look()
     tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     began = time.monotonic_ns()
-    wire.say(*[b"x" * 10] * 200)
+    wire.send(*[b"x" * 10] * 200)
     assert wire.tap.look().lost_ns >= began
 
 
 @pytest.mark.parametrize("wanted", ["bell", "unsampled", "sampled"])
 def test_what_each_filter_lets_pass(inside: Namespace, wanted: str) -> None:
     (taps,), _ = sockets.open_all(inside.path, PORT, ("lo",))
-    heard: socket.socket = getattr(taps, wanted)
-    sockets.mute(heard, muted=False)
+    received: socket.socket = getattr(taps, wanted)
+    sockets.mute(received, muted=False)
     with tapped(inside) as tap:
         wire = Wire(inside, tap, "127.0.0.1")
-        wire.say(post())
+        wire.send(post())
         wire.answer(HEAD)
-        sockets.discard(heard)
+        sockets.discard(received)
         tokens = 800
         wire.answer(*[event(0)] * tokens)
-        passed = sockets.discard(heard)
+        passed = sockets.discard(received)
         low, high = {"bell": (0, 0), "unsampled": (tokens, tokens), "sampled": (40, 200)}[wanted]
         assert low <= passed <= high
         wire.answer(END)
-        wire.say(post())
+        wire.send(post())
         wire.answer(PLAIN)
-        assert sockets.discard(heard) == 3, "the end, a request and a head"
+        assert sockets.discard(received) == 3, "the end, a request and a head"
         wire.close()
     taps.close()
 
@@ -281,10 +281,10 @@ def test_on_a_mute_socket_hardly_anything_waits(inside: Namespace) -> None:
         wire = Wire(inside, tap, "127.0.0.1")
         sockets.mute(taps.unsampled, muted=True)
         sockets.discard(taps.unsampled)
-        wire.say(*[b"x"] * 50)
+        wire.send(*[b"x"] * 50)
         assert 1 <= sockets.discard(taps.unsampled) < 10
         sockets.mute(taps.unsampled, muted=False)
-        wire.say(*[b"x"] * 50)
+        wire.send(*[b"x"] * 50)
         assert sockets.discard(taps.unsampled) == 50
         wire.close()
     taps.close()

@@ -99,19 +99,19 @@ def test_the_load_feed_of_a_real_sglang_tells_work_from_none(tmp_path: Path) -> 
         sockets.namespace(inside.path),
         start_engine(tmp_path, more=feeding, apart=True) as engine,
     ):
-        asyncio.run(told_by_the_feed(engine))
+        asyncio.run(shown_by_the_feed(engine))
 
 
-async def told_by_the_feed(engine: RealEngine) -> None:
+async def shown_by_the_feed(engine: RealEngine) -> None:
     feed = Feed("127.0.0.1", FEED_PORT)
     stream = {"max_new_tokens": 2000, "temperature": 0, "ignore_eos": True}
 
-    async def says(running: int) -> None:
+    async def shows(running: int) -> None:
         async with asyncio.timeout(60):
             while feed.read().running != running:  # noqa: ASYNC110  # it comes when it comes
                 await asyncio.sleep(0.05)
 
-    await says(0)
+    await shows(0)
     async with TurnClient(engine.url) as client:
 
         async def ask() -> None:
@@ -119,9 +119,9 @@ async def told_by_the_feed(engine: RealEngine) -> None:
                 pass
 
         asking = asyncio.create_task(ask())
-        await says(1)
+        await shows(1)
         assert feed.read().waiting == 0
         await client.abort_all()
         await asking
-        await says(0)
+        await shows(0)
     feed.close()

@@ -48,22 +48,22 @@ async def listening(
     inside: Namespace, *, closely: bool
 ) -> AsyncIterator[tuple[Wire, list[TapEvent]]]:
     """A connection, and what the tap says about it without a heartbeat."""
-    told: list[TapEvent] = []
+    received: list[TapEvent] = []
     with tapped(inside) as tap:
         tap.replica.watch = msgspec.structs.replace(tap.replica.watch, closely=closely)
-        tap.replica.start(told.extend)
+        tap.replica.start(received.extend)
         wire = Wire(inside, tap)
         try:
-            yield wire, told
+            yield wire, received
         finally:
             wire.close()
             tap.replica.close()
 
 
-async def heard(told: list[TapEvent], kind: type, times: int = 1) -> TapEvent:
+async def first_event(received: list[TapEvent], kind: type, times: int = 1) -> TapEvent:
     async with asyncio.timeout(_LONG_SECONDS):
         while True:
-            found = [one for one in told if isinstance(one, kind)]
+            found = [one for one in received if isinstance(one, kind)]
             if len(found) >= times:
                 return found[-1]
             await asyncio.sleep(0.001)
@@ -72,17 +72,17 @@ async def heard(told: list[TapEvent], kind: type, times: int = 1) -> TapEvent:
 async def test_arrivals_and_ends_are_told_at_once_and_tokens_wake_nobody(
     inside: Namespace,
 ) -> None:
-    async with listening(inside, closely=False) as (wire, told):
-        wire.say(post())
-        await heard(told, Arrived)
+    async with listening(inside, closely=False) as (wire, reported):
+        wire.send(post())
+        await first_event(reported, Arrived)
         wire.answer(HEAD)
         await asyncio.sleep(_ROUND_SECONDS)
-        before = len(told)
+        before = len(reported)
         wire.answer(*[event(0)] * TOKENS)
         await asyncio.sleep(_ROUND_SECONDS)
-        assert len(told) == before
+        assert len(reported) == before
         wire.answer(END)
-        ended = await heard(told, Ended)
+        ended = await first_event(reported, Ended)
         assert isinstance(ended, Ended)
         assert ended.tokens == TOKENS
 
@@ -90,14 +90,14 @@ async def test_arrivals_and_ends_are_told_at_once_and_tokens_wake_nobody(
 async def test_a_first_token_that_nobody_waits_for_comes_with_the_heartbeat(
     inside: Namespace,
 ) -> None:
-    async with listening(inside, closely=False) as (wire, told):
-        wire.say(post())
-        arrived = await heard(told, Arrived)
+    async with listening(inside, closely=False) as (wire, reported):
+        wire.send(post())
+        arrived = await first_event(reported, Arrived)
         wire.answer(HEAD)
         await asyncio.sleep(_ROUND_SECONDS)
         wire.answer(event(0))
         await asyncio.sleep(_ROUND_SECONDS)
-        assert not any(isinstance(one, FirstToken) for one in told)
+        assert not any(isinstance(one, FirstToken) for one in reported)
         first = next(one for one in wire.tap.replica.beat() if isinstance(one, FirstToken))
         assert isinstance(arrived, Arrived)
         assert first.time_ns > arrived.time_ns, "stamped by the kernel as it passed"
@@ -106,17 +106,17 @@ async def test_a_first_token_that_nobody_waits_for_comes_with_the_heartbeat(
 async def test_watched_closely_the_first_token_is_told_at_once_and_others_with_the_heartbeat(
     inside: Namespace,
 ) -> None:
-    async with listening(inside, closely=True) as (wire, told):
-        wire.say(post())
+    async with listening(inside, closely=True) as (wire, reported):
+        wire.send(post())
         wire.answer(HEAD)
         await asyncio.sleep(_ROUND_SECONDS)
         wire.answer(event(0))
-        await heard(told, FirstToken)
-        before = len(told)
+        await first_event(reported, FirstToken)
+        before = len(reported)
         await asyncio.sleep(0.01)  # tokens are told apart from 5 ms on
         wire.answer(event(1))
         await asyncio.sleep(_ROUND_SECONDS)
-        assert len(told) == before, "nobody is woken between two periods"
+        assert len(reported) == before, "nobody is woken between two periods"
         progress = next(one for one in wire.tap.replica.beat() if isinstance(one, Progress))
         assert progress.tokens == 2
 
@@ -124,18 +124,18 @@ async def test_watched_closely_the_first_token_is_told_at_once_and_others_with_t
 async def test_an_end_beside_others_under_way_waits_for_the_heartbeat_and_the_last_does_not(
     inside: Namespace,
 ) -> None:
-    async with listening(inside, closely=False) as (first, told):
+    async with listening(inside, closely=False) as (first, reported):
         second = Wire(inside, first.tap)
         for wire in (first, second):
-            wire.say(post())
+            wire.send(post())
             wire.answer(HEAD, event(0))
         await asyncio.sleep(_ROUND_SECONDS)
         first.answer(END)
         await asyncio.sleep(_ROUND_SECONDS)
-        assert not any(isinstance(one, Ended) for one in told), "the gate stays closed anyway"
+        assert not any(isinstance(one, Ended) for one in reported), "the gate stays closed anyway"
         second.answer(END)
-        await heard(told, Ended)
-        assert sum(isinstance(one, Ended) for one in told) == 2
+        await first_event(reported, Ended)
+        assert sum(isinstance(one, Ended) for one in reported) == 2
         second.close()
 
 
@@ -143,13 +143,13 @@ async def test_tokens_of_others_are_not_looked_at_one_by_one_for_a_first_token(
     inside: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "_REST_SECONDS", _LONG_SECONDS)
-    async with listening(inside, closely=True) as (streaming, told):
+    async with listening(inside, closely=True) as (streaming, reported):
         waiting = Wire(inside, streaming.tap)
         for wire in (streaming, waiting):
-            wire.say(post())
+            wire.send(post())
             wire.answer(HEAD)
         streaming.answer(event(0))
-        await heard(told, FirstToken)
+        await first_event(reported, FirstToken)
         await asyncio.sleep(0.01)
         streaming.answer(event(1))
         await asyncio.sleep(_ROUND_SECONDS)
@@ -160,17 +160,17 @@ async def test_tokens_of_others_are_not_looked_at_one_by_one_for_a_first_token(
         assert streaming.tap.replica.tracker.packets == seen, "it rests"
         streaming.tap.replica._end_rest()
         waiting.answer(event(0))
-        await heard(told, FirstToken, times=2)
+        await first_event(reported, FirstToken, times=2)
         waiting.close()
 
 
 async def test_the_end_of_a_body_of_known_length_is_told_at_once(inside: Namespace) -> None:
-    async with listening(inside, closely=False) as (wire, told):
-        wire.say(post())
+    async with listening(inside, closely=False) as (wire, reported):
+        wire.send(post())
         wire.answer(b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n")
-        await heard(told, Arrived)
+        await first_event(reported, Arrived)
         wire.answer(b"x" * 10, b"y" * 10)
-        await heard(told, Ended)
+        await first_event(reported, Ended)
 
 
 async def test_heartbeats_are_wanted_often_where_tokens_count_or_much_gathers(
@@ -183,7 +183,7 @@ async def test_heartbeats_are_wanted_often_where_tokens_count_or_much_gathers(
         replica.beat()
         idle = replica.restless
         assert not idle, "nothing passes"
-        wire.say(post())
+        wire.send(post())
         wire.answer(HEAD, *[event(0)] * TOKENS)
         replica.beat()
         much = replica.restless
@@ -226,7 +226,7 @@ async def test_a_token_wakes_nobody_but_with_a_heartbeat_or_with_news(short_dir:
                 closing(socket.create_connection(("127.0.0.1", port))) as client,
                 closing(server.accept()[0]) as answering,
             ):
-                told = asyncio.create_task(_until_ended(listener))
+                reported = asyncio.create_task(_until_ended(listener))
                 client.sendall(post())
                 answering.sendall(HEAD)
                 for number in range(_STREAMED):
@@ -234,7 +234,7 @@ async def test_a_token_wakes_nobody_but_with_a_heartbeat_or_with_news(short_dir:
                     await asyncio.sleep(0.005)
                 answering.sendall(END)
                 async with asyncio.timeout(_LONG_SECONDS):
-                    frames_told = await told
+                    frames_told = await reported
     beats = sum(any(isinstance(one, Health) for one in frame) for frame in frames_told)
     assert len(frames_told) - beats <= len((Arrived, FirstToken, Ended)) + 1, "a head in two pieces"
     assert sum(isinstance(e, Progress) for frame in frames_told for e in frame) >= beats // 2
@@ -244,7 +244,7 @@ async def test_a_token_wakes_nobody_but_with_a_heartbeat_or_with_news(short_dir:
 
 
 async def _until_ended(listener: Listener) -> list[list[TapEvent]]:
-    told: list[list[TapEvent]] = []
-    while not told or not isinstance(told[-1][-1], Ended):
-        told.append(await frames.read(listener._reader, frames.events))
-    return told
+    received: list[list[TapEvent]] = []
+    while not received or not isinstance(received[-1][-1], Ended):
+        received.append(await frames.read(listener._reader, frames.events))
+    return received

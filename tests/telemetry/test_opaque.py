@@ -24,11 +24,11 @@ def arrivals(talk: Conversation) -> list[Arrived]:
 
 def test_client_records_after_server_records_are_arrivals_without_an_end() -> None:
     talk = conversation()
-    talk.client_says(HELLO)
-    talk.client_says(RECORD)
+    talk.client_sends(HELLO)
+    talk.client_sends(RECORD)
     assert len(arrivals(talk)) == 1
-    talk.server_says(RECORD)
-    talk.client_says(RECORD)
+    talk.server_sends(RECORD)
+    talk.client_sends(RECORD)
     assert [a.opaque for a in arrivals(talk)] == [True, True]
     assert (talk.tracker.opaque, talk.tracker.in_flight) == (True, 1)
     talk.finish(by_server=True)
@@ -37,10 +37,10 @@ def test_client_records_after_server_records_are_arrivals_without_an_end() -> No
 
 def test_server_records_are_signs_of_life() -> None:
     talk = conversation()
-    talk.client_says(HELLO)
+    talk.client_sends(HELLO)
     talk.time_ns += 100 * MS
-    assert [type(e) for e in talk.server_says(RECORD)] == [Progress]
-    assert talk.server_says(RECORD) == [], "told now and then"
+    assert [type(e) for e in talk.server_sends(RECORD)] == [Progress]
+    assert talk.server_sends(RECORD) == [], "told now and then"
 
 
 @pytest.mark.parametrize("by_server", [True, False])
@@ -48,24 +48,24 @@ def test_a_tap_that_joins_an_encrypted_connection(by_server: bool) -> None:
     talk = conversation()
     watching = talk.tracker = tracker()
     if by_server:
-        talk.server_says(RECORD)
+        talk.server_sends(RECORD)
     else:
-        talk.client_says(RECORD)
+        talk.client_sends(RECORD)
     assert (watching.opaque, watching.in_flight) == (True, 1)
 
 
 def test_switched_protocols_are_followed_no_further_and_never_empty() -> None:
     talk = conversation()
-    talk.client_says(post(path="/realtime"))
-    talk.server_says(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\n\r\n")
+    talk.client_sends(post(path="/realtime"))
+    talk.server_sends(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\n\r\n")
     assert (talk.tracker.opaque, talk.tracker.in_flight) == (True, 1)
-    talk.server_says(b"\x81\x05hello")
+    talk.server_sends(b"\x81\x05hello")
     assert talk.tracker.in_flight == 1
 
 
 def test_bytes_that_are_no_http_are_an_outstanding_request() -> None:
     talk = conversation()
-    talk.client_says(b"SSH-2.0-what\r\n\r\n")
+    talk.client_sends(b"SSH-2.0-what\r\n\r\n")
     assert (talk.tracker.opaque, talk.tracker.in_flight) == (True, 1)
 
 
@@ -139,8 +139,8 @@ def test_a_reader_that_takes_nothing_does_not_keep_an_idle_engine_busy() -> None
     made = Book(0)
     made.apply(Health(POD, S, "", 0, False, 0, {}, 0), S)
     talk.time_ns = 100 * S
-    talk.client_says(post())
-    talk.server_says(HEAD + event(0))
+    talk.client_sends(post())
+    talk.server_sends(HEAD + event(0))
     for happened in talk.events:
         made.apply(happened, talk.time_ns)
     assert not any(isinstance(e, Ended) for e in talk.events)
@@ -165,7 +165,7 @@ def test_a_response_that_was_joined_is_over_when_the_engine_is_idle(
     """Its length stood in a head that nobody read, and its connection stays open."""
     talk = conversation()
     talk.tracker, talk.time_ns = tracker(), 100 * S
-    talk.server_says(b'tail of {"text": "x"}')
+    talk.server_sends(b'tail of {"text": "x"}')
     (arrived,) = talk.tracker.open_requests()
     made = Book(0)
     made.apply(Health(POD, S, "", 0, False, 0, {}, 0), S)

@@ -30,10 +30,10 @@ class Conversation:
         self._send(to_server=False, flags=SYN)
         self.sequence = {side: number + 1 for side, number in self.sequence.items()}
 
-    def client_says(self, data: bytes, **more: int) -> list[TapEvent]:
+    def client_sends(self, data: bytes, **more: int) -> list[TapEvent]:
         return self._send(to_server=True, data=data, **more)
 
-    def server_says(self, data: bytes, **more: int) -> list[TapEvent]:
+    def server_sends(self, data: bytes, **more: int) -> list[TapEvent]:
         return self._send(to_server=False, data=data, **more)
 
     def unseen(self, data: bytes) -> None:

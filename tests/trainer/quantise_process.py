@@ -21,13 +21,13 @@ def main(given: str, out: str) -> None:
     """Answer for every matrix."""
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant, quant_weight_ue8m0
 
-    told = load_file(given)
+    reported = load_file(given)
     made: dict[str, torch.Tensor] = {}
-    for name, tensor in told.items():
+    for name, tensor in reported.items():
         if tensor.dtype is torch.bfloat16:
             made[name], made[f"{name}_scale_inv"] = quant_weight_ue8m0(tensor, _BLOCK)
         elif tensor.dtype is torch.float8_e4m3fn:
-            factors = told[f"{name}_scale_inv"]
+            factors = reported[f"{name}_scale_inv"]
             made[name] = block_quant_dequant(tensor, factors, _BLOCK, torch.float32)
     save_file({name: one.contiguous() for name, one in made.items()}, out)
 

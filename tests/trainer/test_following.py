@@ -25,11 +25,11 @@ __all__ = ["running"]
 
 
 def attest(store: RunningStore, holder: str, published: Published) -> None:
-    async def say() -> None:
+    async def publish_one() -> None:
         async with WeightsClient(store.address, token="t", holder=holder) as client:
             assert await client.report_attested(published.version, published.digest)
 
-    asyncio.run(say())
+    asyncio.run(publish_one())
 
 
 def referred(store: RunningStore, published: Published) -> tuple[float, ...]:

@@ -155,9 +155,9 @@ def test_it_listens_to_nobody_else_without_a_word_for_callers(
     (store := tmp_path / "store.token").write_text("word")
     flags = ["--store", "127.0.0.1:1", "--run", "run", "--root", str(tmp_path)]
     assert main([*flags, "--token-file", str(store), "--address", "0.0.0.0:0"]) == 1
-    said = capsys.readouterr().err
-    assert "--address 0.0.0.0:0: everybody could publish weights" in said
-    assert said.rstrip().endswith("give --caller-token-file")
+    output = capsys.readouterr().err
+    assert "--address 0.0.0.0:0: everybody could publish weights" in output
+    assert output.rstrip().endswith("give --caller-token-file")
 
 
 @pytest.mark.parametrize("page", ["README.md", "slime.md"])
@@ -192,9 +192,9 @@ def test_a_store_that_does_not_answer_is_named_while_it_is_asked_and_at_the_end(
     with caplog.at_level("WARNING", "rose_trainer.takeover"):
         assert main([*flags, "--root", str(tmp_path)]) == 1
     assert "the store at 127.0.0.1:1 does not answer, asked again" in caplog.text
-    said = capsys.readouterr().err
-    assert "'run' is not published: the store at 127.0.0.1:1 did not answer in 1 s" in said
-    assert "rose weights serve" in said
+    output = capsys.readouterr().err
+    assert "'run' is not published: the store at 127.0.0.1:1 did not answer in 1 s" in output
+    assert "rose weights serve" in output
 
 
 def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:

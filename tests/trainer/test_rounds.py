@@ -97,9 +97,9 @@ async def test_a_trainer_that_resumes_loses_no_prompt_it_had_put_off() -> None:
 async def test_what_is_put_off_is_told_between_two_batches() -> None:
     rollout = _rollout(lambda n: 100.0 if n == 2 else 1.0, [])
     batches = Batches(range(6), rollout, RoundShape(2, 2, surplus=0.5))
-    told = [list(batches.put_off) async for _ in batches]
-    assert told[0] == [2]
-    assert told[-1] == []
+    found = [list(batches.put_off) async for _ in batches]
+    assert found[0] == [2]
+    assert found[-1] == []
 
 
 async def test_of_more_responses_than_are_trained_on_the_first_stay_and_the_rest_are_cut() -> None:

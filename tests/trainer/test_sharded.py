@@ -53,7 +53,7 @@ class Ranks:
         self._process.stdin.flush()
         assert self._process.stdout.readline() == "ended\n"
         files = [job.said(rank) for rank in range(world)]
-        return [(said.read_text(), errors.read_text()) for said, errors in files]
+        return [(reported.read_text(), errors.read_text()) for reported, errors in files]
 
     def end(self) -> None:
         """With what it has started."""
@@ -90,21 +90,21 @@ def open_store(tmp_path: Path) -> RunningStore:
 def test_each_rank_publishes_its_part_and_a_dead_one_publishes_nothing(
     tmp_path: Path, open_store: RunningStore, ranks: Ranks
 ) -> None:
-    said = ranks.run(tmp_path, open_store.address, "die")
-    lines = [line.split() for out, _ in said for line in out.splitlines()]
+    reported = ranks.run(tmp_path, open_store.address, "die")
+    lines = [line.split() for out, _ in reported for line in out.splitlines()]
     first, second = (
         {(rank, digest) for rank, name, digest, *_ in lines if name == f"run@1.{number}"}
         for number in (0, 1)
     )
     for found in (first, second):
-        assert {rank for rank, _ in found} == {"0", "1"}, said
+        assert {rank for rank, _ in found} == {"0", "1"}, reported
         assert len({digest for _, digest in found}) == 1
     sent = {rank: int(size) for rank, name, _, size, _ in lines if name == "run@1.0"}
     assert min(sent.values()) * 3 > sum(sent.values())  # nobody sends nearly everything
     took = [float(seconds) for _, name, _, _, seconds in lines if name == "run@1.1"]
     assert open_store.describe().versions[-1].encode_seconds == max(took) > 0
     # The third version lost a rank: the one that is left was told, and the head did not move.
-    assert "PublishFailed" in said[0][1]
+    assert "PublishFailed" in reported[0][1]
     assert open_store.store.state("run").head == version(1)
     bits, whole = held(open_store, tmp_path / "b"), wanted(tmp_path / "1.pt")
     assert bits.keys() == whole.keys()
@@ -116,8 +116,8 @@ def test_each_rank_publishes_its_part_and_a_dead_one_publishes_nothing(
 def test_shards_that_are_compared_where_they_lie_make_the_same_versions(
     tmp_path: Path, open_store: RunningStore, ranks: Ranks
 ) -> None:
-    said = ranks.run(tmp_path, open_store.address, "in place")
-    assert open_store.store.state("run").head == version(2), said
+    reported = ranks.run(tmp_path, open_store.address, "in place")
+    assert open_store.store.state("run").head == version(2), reported
     check(open_store, tmp_path, 2)
     open_store.close()
 
@@ -127,9 +127,9 @@ def test_ranks_that_start_again_continue_what_they_published_and_others_send_it_
     tmp_path: Path, open_store: RunningStore, ranks: Ranks
 ) -> None:
     def run(mode: str, world: int) -> list[str]:
-        said = ranks.run(tmp_path, open_store.address, mode, world)
-        assert all("Traceback" not in errors for _, errors in said), said
-        return [line for out, _ in said for line in out.splitlines()]
+        reported = ranks.run(tmp_path, open_store.address, mode, world)
+        assert all("Traceback" not in errors for _, errors in reported), reported
+        return [line for out, _ in reported for line in out.splitlines()]
 
     run("publish", WORLD)
     resumed = run("resume", WORLD)
@@ -227,6 +227,6 @@ def test_a_rank_that_asks_after_a_restart_hears_what_the_others_heard(tmp_path: 
     parts = IncompleteVersions(store)
     data = msgspec.msgpack.encode(part(0, version(0), bits))
     assert parts.add(data, None) is None
-    told = ask(parts, 1, version(0), bits)
-    assert told is not None
-    assert told.kept is None
+    reported = ask(parts, 1, version(0), bits)
+    assert reported is not None
+    assert reported.kept is None

@@ -114,7 +114,7 @@ class Named:
 
 
 @dataclass
-class Told:
+class Reporter:
     """What was reported: trained on and dropped, report by report."""
 
     said: list[tuple[dict[str, float | None], dict[str, float | None]]] = field(
@@ -130,43 +130,43 @@ def fresh(sample: SessionSample) -> bool:
     return sample.model_version >= 5
 
 
-def taking(*samples: Named) -> tuple[Reporting, Told]:
+def taking(*samples: Named) -> tuple[Reporting, Reporter]:
     waiting: queue.Queue[Sample] = queue.Queue()
     for sample in samples:
         waiting.put(sample)
-    told = Told()
-    return Reporting(waiting, fresh, told), told
+    reported = Reporter()
+    return Reporting(waiting, fresh, reported), reported
 
 
 def test_what_trl_takes_is_reported_with_its_reward_and_what_it_drops_too() -> None:
-    taken, told = taking(Named("a", 1.0, 5), Named("b", 0.0, 3), Named("c", float("nan"), 6))
+    taken, reported = taking(Named("a", 1.0, 5), Named("b", 0.0, 3), Named("c", float("nan"), 6))
     assert taken.qsize() == 3
     for _ in range(3):
         taken.get(timeout=0.1)
     taken.report(ended=True)
-    assert told.said == [({"a": 1.0, "c": None}, {"b": 0.0})]
+    assert reported.said == [({"a": 1.0, "c": None}, {"b": 0.0})]
     taken.report(ended=True)
-    assert len(told.said) == 1
+    assert len(reported.said) == 1
 
 
 def test_a_conversation_of_several_rows_is_said_once_when_all_have_come() -> None:
-    taken, told = taking(Named("a", 1.0, 4), Named("a", 1.0, 5), Named("b", 0.0, 5))
+    taken, reported = taking(Named("a", 1.0, 4), Named("a", 1.0, 5), Named("b", 0.0, 5))
     taken.get()
     taken.report()
-    assert not told.said, "more rows of it may come"
+    assert not reported.said, "more rows of it may come"
     taken.get()
     taken.get()
     taken.report()
-    assert told.said == [({"a": 1.0}, {})]
+    assert reported.said == [({"a": 1.0}, {})]
     taken.report(ended=True)
-    assert told.said[1:] == [({"b": 0.0}, {})]
+    assert reported.said[1:] == [({"b": 0.0}, {})]
 
 
 def test_a_row_that_comes_after_its_conversation_was_said_says_nothing() -> None:
-    taken, told = taking(Named("a", 1.0, 5), Named("b", 1.0, 5), Named("a", 1.0, 1))
+    taken, reported = taking(Named("a", 1.0, 5), Named("b", 1.0, 5), Named("a", 1.0, 1))
     taken.get()
     taken.get()
     taken.report()
     taken.get()
     taken.report(ended=True)
-    assert told.said == [({"a": 1.0}, {}), ({"b": 1.0}, {})]
+    assert reported.said == [({"a": 1.0}, {}), ({"b": 1.0}, {})]

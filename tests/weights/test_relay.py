@@ -220,8 +220,8 @@ async def test_nobody_behind_a_relay_speaks_as_the_trainer(tmp_path: Path) -> No
         (found,) = await publish(writer, Model(seed=1), 1)
         with pytest.raises(Forbidden, match="tells the store itself"):
             await client.compare(found.version, found.digest, (-1.0,), trainer=True)
-        said = await client.compare(found.version, found.digest, (-1.0,))
-        assert (said.known, said.trainer) == (True, ())
+        result = await client.compare(found.version, found.digest, (-1.0,))
+        assert (result.known, result.trainer) == (True, ())
 
 
 async def test_errors_of_the_store_pass_through(tmp_path: Path) -> None:

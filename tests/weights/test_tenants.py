@@ -255,7 +255,7 @@ async def test_a_team_publishes_and_reads_its_own_runs(shop: Shop) -> None:
         assert (await team.describe()).runs == ("run",)
 
 
-async def until_heard(shop: Shop, who: str) -> None:
+async def until_admitted(shop: Shop, who: str) -> None:
     """The store looks at the file of tenants a few times a second."""
     async with asyncio.timeout(20), shop.client(who) as client:
         while True:
@@ -276,7 +276,7 @@ async def test_a_credential_that_is_revoked_gets_no_further_message_of_a_stream(
         assert (await anext(watching)).version.sequence == 0
         shop.credentials["team-a"] = tenants.grant(shop.path, "team-a")
         tenants.revoke(shop.path, "team-a", leaked)
-        await until_heard(shop, "team-a")
+        await until_admitted(shop, "team-a")
         await shop.publish("team-a")
         with pytest.raises(Refused, match="was revoked"):
             await anext(watching)

@@ -78,11 +78,11 @@ class World:
         await until(there, f"{version} is attested")
         return self.weights
 
-    async def says(self, text: str) -> WeightsFile:
-        async def said() -> bool:
+    async def write(self, text: str) -> WeightsFile:
+        async def reported() -> bool:
             return text in self.weights.error
 
-        await until(said, f"an error about {text!r}")
+        await until(reported, f"an error about {text!r}")
         return self.weights
 
     async def live(self, path: Path) -> dict[str, np.ndarray]:
@@ -121,7 +121,7 @@ async def test_an_engine_follows_the_head_bit_for_bit(
 ) -> None:
     async with world(rundir, models, tmp_path / "store") as here:
         here.sync()
-        await here.says("is unknown here")
+        await here.write("is unknown here")
         first = await here.run.publish()
         file = await here.serves("grpo@1.0")
         assert (file.digest, file.head, file.lag, file.error) == (first.digest, "grpo@1.0", 0, "")
@@ -201,7 +201,7 @@ async def test_a_store_that_does_not_answer_has_not_said_that_nothing_is_publish
         pass
     async with serving_from(address, rundir, models) as here:
         here.sync()
-        await here.says(address)
+        await here.write(address)
         assert (here.weights.version, here.weights.attested) == ("", False)
 
 
@@ -243,10 +243,10 @@ async def test_nothing_is_committed_while_the_gate_is_closed(
         await until(stopped, "the permit lapses")
         await here.run.publish()
 
-        async def heard() -> bool:
+        async def received() -> bool:
             return here.weights.head == "grpo@1.1"
 
-        await until(heard, "the new head is known")
+        await until(received, "the new head is known")
         await asyncio.sleep(1.0)
         assert (here.weights.version, here.weights.lag) == ("grpo@1.0", 1)
         here.guard.open()
@@ -269,7 +269,7 @@ async def test_a_store_that_goes_away_leaves_the_old_version_serving(
             here.sync()
             await here.run.publish()
             await here.serves("grpo@1.0")
-        file = await here.says(address)
+        file = await here.write(address)
         assert (file.version, file.attested) == ("grpo@1.0", True)
         # A weight-sync that starts while the store is away knows what its predecessor attested.
         await here.stop_sync()
@@ -354,7 +354,7 @@ async def test_flipped_bytes_never_reach_the_engine(
         for path, data in kept.items():
             path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
         here.sync()
-        file = await here.says("block")
+        file = await here.write("block")
         assert (file.version, file.attested) == ("grpo@1.0", True)
         for path, data in kept.items():
             path.write_bytes(data)
@@ -369,9 +369,9 @@ async def test_an_unreachable_endpoint_and_a_wrong_shape_are_clear_errors(
     async with world(rundir, models, tmp_path / "store") as here:
         here.sync()
         await here.host.host.ensure(weighted("127.0.0.1:1"))
-        await here.says("127.0.0.1:1")
+        await here.write("127.0.0.1:1")
         await here.host.host.ensure(weighted(here.address))
-        await here.says("is unknown here")
+        await here.write("is unknown here")
         other = tmp_path / "other"
         other.mkdir()
         from safetensors.numpy import save_file  # noqa: PLC0415
@@ -382,7 +382,7 @@ async def test_an_unreachable_endpoint_and_a_wrong_shape_are_clear_errors(
         )
         wrong = PublishedRun(here.address, other)
         await wrong.publish()
-        file = await here.says("Layout")
+        file = await here.write("Layout")
         assert (file.version, file.attested) == ("", False)
         await wrong.close()
 
@@ -395,7 +395,7 @@ async def test_a_version_that_is_too_large_for_the_node_is_refused_by_name(
         await here.run.publish()
         await here.serves("grpo@1.0")  # the engine has these weights: there is nothing to fetch
         await here.run.publish()
-        file = await here.says("weightSync.versionGibibytes")
+        file = await here.write("weightSync.versionGibibytes")
         assert "grpo@1.1 takes" in file.error
         assert (file.version, file.attested) == ("grpo@1.0", True)
         assert not list(here.rundir.slot("slot-1").bundles.iterdir()), "nothing of it was brought"

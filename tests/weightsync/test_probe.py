@@ -26,11 +26,13 @@ def differences() -> dict[str, float]:
     return {sample.labels["slot"]: sample.value for sample in family.samples}
 
 
-async def told(here: World, digest: str, answer: list[float], holder: str = "trainer") -> None:
+async def write_probe(
+    here: World, digest: str, answer: list[float], holder: str = "trainer"
+) -> None:
     async with WeightsClient(here.address, holder=holder) as client:
         version = WeightVersion.parse("grpo@1.0")
-        said = await client.compare(version, digest, answer, trainer=holder == "trainer")
-        assert said.known
+        result = await client.compare(version, digest, answer, trainer=holder == "trainer")
+        assert result.known
 
 
 async def test_an_engine_that_computes_something_else_is_quarantined_until_it_does_not(
@@ -39,16 +41,16 @@ async def test_an_engine_that_computes_something_else_is_quarantined_until_it_do
     async with world(rundir, models, tmp_path / "store") as here:
         manifest = await here.run.publish()
         right = right_answer("grpo@1.0")
-        await told(here, manifest.digest, [value - 1.0 for value in right])
+        await write_probe(here, manifest.digest, [value - 1.0 for value in right])
         quarantined = metrics.QUARANTINES._value.get()
         here.sync()
-        file = await here.says("fixed prompt at grpo@1.0 are 1 nats off")
+        file = await here.write("fixed prompt at grpo@1.0 are 1 nats off")
         assert "compared with the trainer" in file.error
         assert (file.version, file.attested) == ("", False)
         assert metrics.QUARANTINES._value.get() > quarantined
 
         settled = outcomes(ProbeOutcome.RIGHT)
-        await told(here, manifest.digest, right)
+        await write_probe(here, manifest.digest, right)
 
         async def good() -> bool:
             return outcomes(ProbeOutcome.RIGHT) > settled and here.weights.attested
@@ -74,6 +76,6 @@ async def test_an_engine_alone_is_believed_and_its_answer_is_kept_for_the_next(
         await until(asked, "the engine was probed")
         assert here.weights.attested
         async with WeightsClient(here.address, holder="another") as client:
-            said = await client.compare(manifest.target, manifest.digest, [])
-        assert said.others == (tuple(right_answer("grpo@1.0")),)
-        assert said.trainer == ()
+            received = await client.compare(manifest.target, manifest.digest, [])
+        assert received.others == (tuple(right_answer("grpo@1.0")),)
+        assert received.trainer == ()

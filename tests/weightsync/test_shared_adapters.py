@@ -175,11 +175,11 @@ async def test_what_is_wrong_with_one_run_is_said_with_its_name(
     async with world(rundir, models, tmp_path / "store", "a", "b") as here:
         await here.runs["a"].publish()
 
-        async def said() -> bool:
+        async def reported() -> bool:
             message = (await status_of(here.host)).message
             return message.startswith("run b:") and "unknown" in message
 
-        await until(said, "the run without a publisher is named")
+        await until(reported, "the run without a publisher is named")
 
 
 async def test_a_run_that_was_taken_away_leaves_nothing_that_could_be_believed_when_it_returns(

@@ -27,11 +27,11 @@ def test_a_listener_has_a_host_and_a_port() -> None:
 
 def test_a_file_is_named_with_the_flag_that_named_it() -> None:
     missing = FileNotFoundError(2, "No such file or directory", "/etc/token")
-    told = "/etc/token: No such file or directory"
-    assert complaint(missing, ["--token-file", "/etc/token"]) == f"--token-file {told}"
-    assert complaint(missing, ["--token-file=/etc/token"]) == f"--token-file {told}"
-    assert complaint(missing, ["--folder", "/etc"]) == f"--folder {told}"
-    assert complaint(missing, ["serve"]) == told
+    text = "/etc/token: No such file or directory"
+    assert complaint(missing, ["--token-file", "/etc/token"]) == f"--token-file {text}"
+    assert complaint(missing, ["--token-file=/etc/token"]) == f"--token-file {text}"
+    assert complaint(missing, ["--folder", "/etc"]) == f"--folder {text}"
+    assert complaint(missing, ["serve"]) == text
     assert complaint(ValueError("bad"), []) == "bad"
 
 

@@ -35,8 +35,8 @@ async def test_all_who_wait_for_a_process_that_fell_silent_are_let_go() -> None:
         async with life.waited_for():
             await asyncio.Event().wait()
 
-    said = await asyncio.gather(wait(), wait(), return_exceptions=True)
-    assert [type(one) for one in said] == [FellSilent, FellSilent]
+    result = await asyncio.gather(wait(), wait(), return_exceptions=True)
+    assert [type(one) for one in result] == [FellSilent, FellSilent]
     assert other.asked == BEATS.most_missed, "asked once for both"
 
 

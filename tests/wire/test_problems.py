@@ -21,7 +21,7 @@ class File(pydantic.BaseModel):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("gpus: [\n", "line 2 is no YAML: "),
         ("a: b: c\n", "line 1 is no YAML: "),
@@ -31,13 +31,13 @@ class File(pydantic.BaseModel):
         ("gpu: []\n", "gpu: Extra inputs are not permitted"),
     ],
 )
-def test_a_wrong_file_is_told_in_a_line(tmp_path: Path, text: str, told: str) -> None:
+def test_a_wrong_file_is_told_in_a_line(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "file.yaml"
     file.write_text(text)
     with pytest.raises(problems.FILE_ERRORS) as raised:
         File.model_validate(yaml.safe_load(file.read_text()))
     line = problems.of_file(raised.value)
-    assert told in line
+    assert message in line
     assert "\n" not in line
 
 

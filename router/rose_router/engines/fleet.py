@@ -493,10 +493,10 @@ class Fleet:
 
     def _raise_own_head(self, engine: Engine) -> None:
         """The newest version of a run beside the lease's first."""
-        run, told = engine.update.run, versions.parse(engine.update.head)
+        run, reported = engine.update.run, versions.parse(engine.update.head)
         peers = [e for e in self._engines.values() if e.update.named and e.update.run == run]
         held = [one.version for one in peers if one.version and not one.update.leaving]
-        found = versions.next_head(self._heads.get(run), (engine.version, told), held)
+        found = versions.next_head(self._heads.get(run), (engine.version, reported), held)
         if found is not None:
             self._heads[run] = found
         for one in peers:

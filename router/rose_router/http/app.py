@@ -88,7 +88,7 @@ _TOKEN_BYTES, _TURN_BYTES = 8, 2048  # an id and a log-prob; a node with its dig
 
 def create(
     service: Service,
-    words: ModelTokenizer | None = None,
+    model_tokenizer: ModelTokenizer | None = None,
     doors: ConnectionLimiter | None = None,
     barrier: Barrier | None = None,
     *,
@@ -100,7 +100,7 @@ def create(
 
     Args:
         service: runs turns.
-        words: the model's tokenizer; by default what engines bring.
+        model_tokenizer: the model's tokenizer; by default what engines bring.
         doors: counts connections.
         barrier: pushes weights, where they are pushed.
         hosts: of agents' sandboxes.
@@ -123,8 +123,8 @@ def create(
     running = bearer.RunningRequests(tokens)
     doors = ConnectionLimiter(settings.limits) if doors is None else doors
     room = MemoryLimiter(settings.memory_bytes or limit_of_process())
-    words = ModelTokenizer(service.fleet) if words is None else words
-    words.bound(room.most_text)
+    model_tokenizer = ModelTokenizer(service.fleet) if model_tokenizer is None else model_tokenizer
+    model_tokenizer.bound(room.most_text)
     app = web.Application(
         client_max_size=settings.max_body_bytes,
         middlewares=[
@@ -140,14 +140,14 @@ def create(
     app[LARGE_BODIES] = LargeBodies(service.bounds)
     kept = int(room.limit * _KEPT_PART)
     tree = MessageTree(kept // _TOKEN_BYTES, kept // _TURN_BYTES)
-    answering = TurnHandlers(service, words, tree, StoredResponses(kept))
+    answering = TurnHandlers(service, model_tokenizer, tree, StoredResponses(kept))
     health = partial(_health, service)
     app.add_routes(process_pages(engine_metrics.registry(service), health))
     app.add_routes(pages.routes(service))
     app.add_routes(facade.routes(service))
     if barrier is not None:
-        tell = forward.labels_to(peers, session) if peers and session else None
-        app.add_routes(virtual.routes(service, barrier, tell))
+        post_label = forward.labels_to(peers, session) if peers and session else None
+        app.add_routes(virtual.routes(service, barrier, post_label))
     app.add_routes(trajectories.routes(service))
     app.add_routes(rows.routes(tree, service))
     app.add_routes(batches.routes(settings.batches_url, settings.batches_token, session))

@@ -34,7 +34,7 @@ from rose_router.errors import NotFound, draining
 from rose_router.http.admission.bodies import raw_body, read_body
 from rose_router.http.dialects.common import Hints
 from rose_router.http.routes import virtual
-from rose_router.http.routes.branches import TOLD
+from rose_router.http.routes.branches import FOR_PEERS
 from rose_router.replicas import relay
 from rose_router.replicas.peers import Peer, Peers
 
@@ -63,7 +63,7 @@ def middleware(peers: Peers, session: aiohttp.ClientSession) -> Middleware:
         if FORWARDED in request.headers or not peers.others:
             return await handler(request)
         if request.path.startswith("/sessions/"):
-            pass_on = _answer_then_tell if request.method == "POST" else _where_known
+            pass_on = _answer_then_forward if request.method == "POST" else _where_known
             return await pass_on(request, handler, peers, session)
         if request.method != "POST":
             return await handler(request)
@@ -125,16 +125,18 @@ def _key(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
 
 def _beginning(body: Mapping[str, Any]) -> str:
     """A key of how the conversation begins; a response's successor does not say how."""
-    said = body.get("messages") or body.get("input")
-    if not said or body.get("previous_response_id"):
+    content = body.get("messages") or body.get("input")
+    if not content or body.get("previous_response_id"):
         return ""
-    first = [one for one in said if one.get("role") == "user"][:1] if _listed(said) else said
+    first = (
+        [one for one in content if one.get("role") == "user"][:1] if _listed(content) else content
+    )
     raw = msgspec.json.encode([first, body.get("tools")])
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
-def _listed(said: object) -> bool:
-    return isinstance(said, list) and all(isinstance(one, dict) for one in said)
+def _listed(content: object) -> bool:
+    return isinstance(content, list) and all(isinstance(one, dict) for one in content)
 
 
 async def _answer_everywhere(
@@ -146,35 +148,35 @@ async def _answer_everywhere(
         _post_to_peer(peer, request.path_qs, raw, headers, session, tls=tls)
         for peer in peers.others
     )
-    told = asyncio.gather(*calls)
+    answers = asyncio.gather(*calls)
     try:
         ours = await handler(request)
     finally:  # also where it is refused here: nobody else would see how telling them ends
-        theirs = await told
+        theirs = await answers
     if request.path == "/trajectories" and isinstance(ours, web.Response) and ours.status == 200:
         return _unknown_everywhere(ours, theirs)
     return ours
 
 
-async def _answer_then_tell(
+async def _answer_then_forward(
     request: web.Request, handler: Handler, peers: Peers, session: aiohttp.ClientSession
 ) -> web.StreamResponse:
     """The answer of this replica, after which the others have the session's turns, too."""
     answer = await handler(request)
-    if (told := request.get(TOLD)) is not None:
+    if (payload := request.get(FOR_PEERS)) is not None:
         path = request.rel_url.raw_path.rpartition("/")[0] + "/turns"
         headers, tls = _headers(request, peers.me), peers.http()
         calls = (
-            _post_to_peer(peer, path, told, headers, session, tls=tls) for peer in peers.others
+            _post_to_peer(peer, path, payload, headers, session, tls=tls) for peer in peers.others
         )
         await asyncio.gather(*calls)
     return answer
 
 
-def labels_to(peers: Peers, session: aiohttp.ClientSession) -> virtual.Tell:
+def labels_to(peers: Peers, session: aiohttp.ClientSession) -> virtual.PostLabel:
     """Tells the other replicas what a trainer calls a version."""
 
-    async def tell(request: web.Request, body: dict[str, str]) -> None:
+    async def post_label(request: web.Request, body: dict[str, str]) -> None:
         headers = _headers(request, peers.me)
         tls = peers.http()
         calls = (
@@ -182,7 +184,7 @@ def labels_to(peers: Peers, session: aiohttp.ClientSession) -> virtual.Tell:
         )
         await asyncio.gather(*calls)
 
-    return tell
+    return post_label
 
 
 async def _post_to_peer(

@@ -84,11 +84,11 @@ class PeerHealth:
     async def _question(self, name: str) -> None:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                heard = await self._ask(name)
+                answered = await self._ask(name)
         except TimeoutError:
-            heard = False
+            answered = False
         before = self.silent(name)
-        self._misses[name] = 0 if heard else self._misses.get(name, 0) + 1
+        self._misses[name] = 0 if answered else self._misses.get(name, 0) + 1
         if self.silent(name) == before:
             return
         LOG.warning("replica %s %s", name, "answers again" if before else "does not answer")

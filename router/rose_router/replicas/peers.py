@@ -309,6 +309,6 @@ class Peers:
 
     async def _change(self, engine: Engine) -> None:
         """Wait until there is something else to say of the engine."""
-        said = engine.update, engine.gate_open
-        while (engine.update, engine.gate_open) == said and self._fleet.get(engine.name) is engine:
+        sent = engine.update, engine.gate_open
+        while (engine.update, engine.gate_open) == sent and self._fleet.get(engine.name) is engine:
             await self._fleet.changed.wait()

@@ -132,14 +132,14 @@ async def _next(reply: aiohttp.ClientResponse, peer: Peer, peers: Peers) -> byte
 
 async def _cut(request: web.Request, response: web.StreamResponse, error: RouterError) -> None:
     """Say why and close: without its end the stream cannot be taken for a whole one."""
-    said = {
+    failure = {
         "message": str(error),
         "type": error.reason,
         "code": error.status,
         "retry_after": error.retry_after,
     }
     try:
-        await response.write(b"data: " + msgspec.json.encode({"error": said}) + b"\n\n")
+        await response.write(b"data: " + msgspec.json.encode({"error": failure}) + b"\n\n")
     except ConnectionResetError:
         _abort(request)
         return

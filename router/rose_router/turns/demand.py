@@ -102,9 +102,9 @@ class DemandFeed:
             message = f"this is the router of lease {lease}, not of {request.lease}"
             raise Refused(message)
         while True:
-            said, at = self._key(), self._service.clock()
+            sent, at = self._key(), self._service.clock()
             yield self.note()
-            while self._key() == said and self._service.clock() - at < REPORT_SECONDS:
+            while self._key() == sent and self._service.clock() - at < REPORT_SECONDS:
                 await self._until_look()
 
     def _key(self) -> object:

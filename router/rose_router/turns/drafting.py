@@ -161,9 +161,9 @@ class Drafter:
         free = {name: one for name, one in drafting.items() if name not in self.under_way}
         if not free:
             return
-        asked, said = self._seen(free)
+        asked, answers = self._seen(free)
         for name, engines in free.items():
-            wanted = decide(asked[name], self._questions.known, said.texts)
+            wanted = decide(asked[name], self._questions.known, answers.texts)
             if self._is_due(name, wanted):
                 self.under_way[name] = asyncio.create_task(self._renew(name, engines[0], wanted))
 
@@ -181,14 +181,14 @@ class Drafter:
         """Questions by process, and who answers them on any."""
         asked: dict[str, set[str]] = {name: set() for name in processes}
         process = {one.name: name for name, engines in processes.items() for one in engines}
-        said = _RunningAnswers()
+        answers = _RunningAnswers()
         for turn in self._turns():
             if turn.leg is None or not (question := self._question(turn)):
                 continue
-            said.turns[question].append(turn)
+            answers.turns[question].append(turn)
             if (name := process.get(turn.leg.engine)) is not None:
                 asked[name].add(question)
-        return asked, said
+        return asked, answers
 
     def _is_due(self, name: str, wanted: Corpus) -> bool:
         sent = self._sent.get(name)

@@ -35,7 +35,7 @@ LOG = logging.getLogger(__name__)
 
 # Moves that say nothing against the engine or the turn: they do not count as losses.
 _ORDERLY = frozenset({MoveReason.REVOKED, MoveReason.PAUSED, MoveReason.CAP_CUT})
-_LAST_WORD_SECONDS = 2.0  # for an engine to say what it knows of a turn that is over
+_FINAL_EVENT_SECONDS = 2.0  # for an engine to say what it knows of a turn that is over
 _MOST_MOVES = 64
 CANARY_SECONDS = 2.0
 """An engine that computes answers one token sooner, and whoever waits for it waits for this."""
@@ -187,7 +187,7 @@ class TurnRunner:
         reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
         try:
             try:
-                if not reader.wants_last_word:
+                if not reader.wants_final_event:
                     await self._client.stream(target, body, reader.take)
                 else:
                     await self._read_to_the_end(target, body, reader, engine, leg)
@@ -279,7 +279,7 @@ class TurnRunner:
             async with asyncio.timeout(None) as limit:
 
                 def halt() -> None:
-                    limit.reschedule(asyncio.get_running_loop().time() + _LAST_WORD_SECONDS)
+                    limit.reschedule(asyncio.get_running_loop().time() + _FINAL_EVENT_SECONDS)
                     self._fences.raise_for(engine, leg.rid)
 
                 await self._client.stream(target, body, partial(reader.take, halt=halt))
@@ -432,8 +432,8 @@ class LegReader:
         clock: monotonic seconds.
 
     Attributes:
-        wants_last_word: of the engine, also where a stop string ends the turn before it: experts of
-            all tokens come with it.
+        wants_final_event: of the engine, also where a stop string ends the turn before it: experts
+            of all tokens come with it.
     """
 
     def __init__(
@@ -444,7 +444,7 @@ class LegReader:
         self._crossing = _crossing(turn)
         self._over = False
         wanted = turn.request.passed.get("return_routed_experts")
-        self.wants_last_word = bool(wanted) and self._crossing is not None
+        self.wants_final_event = bool(wanted) and self._crossing is not None
 
     def take(self, events: Iterable[StreamEvent], halt: Callable[[], None] | None = None) -> bool:
         """Take events that came together; listeners are told once.
@@ -517,9 +517,9 @@ class LegReader:
         kind = engine.update.device_class
         if kind:
             metrics.CLASS_TOKENS.labels(kind, "written").inc(new)
-        told = engine.gate_since <= handle.last_event  # else the gap holds a pause of the gate
+        unpaused = engine.gate_since <= handle.last_event  # else the gap holds a pause of the gate
         if handle.tokens:
-            if told:
+            if unpaused:
                 engine.gaps += 1
                 since = now - engine.learned_at
                 if engine.speed is None or engine.speed.says_more(since):
@@ -533,7 +533,7 @@ class LegReader:
         _count_prompt(meta, uncached)
         if kind:
             metrics.CLASS_TOKENS.labels(kind, "read").inc(max(0, uncached))
-        if told:
+        if unpaused:
             learn = methodcaller("saw_first_token", now - handle.began, uncached)
             self._fleet.learn_speed(engine, learn)
 

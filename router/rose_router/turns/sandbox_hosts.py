@@ -51,7 +51,7 @@ ADDRESS_SECONDS = 10.0
 _MOST_KNOWN = 65536
 _AWAY = 599
 """Stands for no answer; none of HTTP's."""
-_SAID = {400: BadRequest, 404: NotFound, 409: Unprocessable, 410: Conflict}
+_KINDS = {400: BadRequest, 404: NotFound, 409: Unprocessable, 410: Conflict}
 """What a host's answer is to callers; of 409s none becomes another one by asking again."""
 
 _PASSED = "passed"
@@ -71,13 +71,13 @@ class _Answer:
 
     Attributes:
         status: of HTTP; ``_AWAY`` where it does not answer.
-        said: its body.
+        document: its body.
         moment: of the session, where the host says it.
         still: seconds since the last act of the session's agent began, where the host says it.
     """
 
     status: int
-    said: dict[str, Any]
+    document: dict[str, Any]
     moment: str = ""
     still: float | None = None
 
@@ -128,7 +128,7 @@ class SandboxHosts:
         """Whether turns of the job have hosts."""
         return job in self._urls
 
-    async def tell(
+    async def notify(
         self,
         job: str,
         session: str,
@@ -143,7 +143,7 @@ class SandboxHosts:
         if lateness is not None:
             seen = await self._ask_it(job, session, (), None)
             if seen is None or seen.status >= 400:
-                return None if seen is None else StepOutcome.UNTOLD
+                return None if seen is None else StepOutcome.UNDELIVERED
             moment = seen.moment
             if lateness.judge(seen.still):
                 body, moment = lateness.body, _PASSED
@@ -155,9 +155,9 @@ class SandboxHosts:
         if answer.status == 412:
             return StepOutcome.LATE
         if answer.status not in {404, 409, 410, _AWAY} and answer.status >= 400:
-            told = answer.status, step, answer.said
-            LOG.warning("session %s: its host answered %d to %s: %s", session, *told)
-        return StepOutcome.TOLD if answer.status < 400 else StepOutcome.UNTOLD
+            details = answer.status, step, answer.document
+            LOG.warning("session %s: its host answered %d to %s: %s", session, *details)
+        return StepOutcome.DELIVERED if answer.status < 400 else StepOutcome.UNDELIVERED
 
     async def _ask_it(
         self,
@@ -237,11 +237,13 @@ class SandboxHosts:
                     self._addresses.clear()
                     waiting = [one for one in await self.urls(job) if one not in tried]
                 continue
-            status, said = answer.status, answer.said
+            status, document = answer.status, answer.document
             if status < 400:
-                return url, said
-            kind = _SAID.get(status, Overloaded)
-            raise kind(str(said.get("error", "SandboxHost")), str(said.get("message", status)))
+                return url, document
+            kind = _KINDS.get(status, Overloaded)
+            raise kind(
+                str(document.get("error", "SandboxHost")), str(document.get("message", status))
+            )
         raise last or Overloaded(
             "NoSandboxHost", "no sandbox host answers; try again later", retry_after=5
         )
@@ -296,7 +298,7 @@ class SandboxHosts:
                     seen = await self._call(url, (session, "fence"), None, LONG_SECONDS)
                     if seen.status >= 400:
                         return seen
-                    body = {**body, "over": seen.said.get("fence")}
+                    body = {**body, "over": seen.document.get("fence")}
                 return await self._call(url, (session, step), body, LONG_SECONDS)
         except FellSilent as error:
             raise self._away(url, error) from error
@@ -336,11 +338,11 @@ class SandboxHosts:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._away(url, error) from error
         try:
-            said = msgspec.json.decode(raw or b"{}", type=dict[str, Any])
+            document = msgspec.json.decode(raw or b"{}", type=dict[str, Any])
         except UNREADABLE:
-            said = {"message": raw[:200].decode(errors="replace")}
+            document = {"message": raw[:200].decode(errors="replace")}
         moment, still = answer.headers.get("ETag", "").strip('"'), answer.headers.get(_STILL, "")
-        return _Answer(answer.status, said, moment, float(still) if _SECONDS(still) else None)
+        return _Answer(answer.status, document, moment, float(still) if _SECONDS(still) else None)
 
     def _rests(self, url: str) -> bool:
         return self._clock() < self._resting.get(url, 0.0)

@@ -74,8 +74,8 @@ class TurnLateness:
 class StepOutcome(StrEnum):
     """What became of a step that a session's host was to be told."""
 
-    TOLD = "told"
-    UNTOLD = "untold"
+    DELIVERED = "told"
+    UNDELIVERED = "untold"
     LATE = "late"
 
 
@@ -86,7 +86,7 @@ class Hosts(Protocol):
         """Whether turns of the job have hosts."""
         ...
 
-    async def tell(
+    async def notify(
         self,
         job: str,
         session: str,
@@ -189,12 +189,12 @@ class _Whole:
     Attributes:
         ids: of the turn's prompt and what it made.
         prompt: how many of them are its prompt.
-        is_heard: a host has heard of the turn.
+        is_delivered: a host has heard of the turn.
     """
 
     ids: array[int]
     prompt: int
-    is_heard: bool = True
+    is_delivered: bool = True
 
 
 @dataclass(eq=False)
@@ -204,22 +204,22 @@ class _SessionSteps:
     Attributes:
         live: turns that run.
         begun: the host has taken the beginning of the turn that runs.
-        telling: the beginning that is on its way.
+        delivering: the beginning that is on its way.
         last: as the last turn that has ended left the session.
-        is_heard: a host has heard of the turn that began last.
+        is_delivered: a host has heard of the turn that began last.
     """
 
     live: dict[Turn, None] = field(default_factory=dict)
     begun: bool = False
     steps: deque[_Began | _Over | str] = field(default_factory=deque)
-    telling: _Began | None = None
+    delivering: _Began | None = None
     last: _Whole | None = None
-    is_heard: bool = False
+    is_delivered: bool = False
     task: asyncio.Task[None] | None = None
 
     def note_reply(self, at: float | None) -> None:
         """A turn has ended: of all that began before, this may be the first reply."""
-        began = [self.telling, *(one for one in self.steps if isinstance(one, _Began))]
+        began = [self.delivering, *(one for one in self.steps if isinstance(one, _Began))]
         for one in began:
             if one is not None and one.replied_at is None:
                 one.replied_at = at
@@ -281,7 +281,7 @@ class TurnClock:
             self._leave_out(line)
             versions = tuple(self._versions.get(name, ()))  # before this turn's own
             line.steps.append(_Began(turn, expected, versions))
-            self._start_telling(name, line)
+            self._start_delivery(name, line)
 
     def _leave_out(self, line: _SessionSteps) -> None:
         """A turn that nobody has heard of, when the next one comes, is saved with that."""
@@ -301,7 +301,7 @@ class TurnClock:
         line = self._lines[name]
         ids = array("I", turn.request.prompt)
         ids.extend(turn.shown().tokens)  # of one that failed: its prompt
-        line.last = _Whole(ids, len(turn.request.prompt), line.is_heard)
+        line.last = _Whole(ids, len(turn.request.prompt), line.is_delivered)
         if line.begun or name in self._whole:
             self._note_tokens(name, line.last)
         line.note_reply(_replied_at(turn))
@@ -309,7 +309,7 @@ class TurnClock:
         if line.live:
             return
         line.steps.append("ready")
-        self._start_telling(name, line)
+        self._start_delivery(name, line)
 
     def end_session(self, trajectory: str) -> None:
         """See ``Listener``."""
@@ -323,7 +323,7 @@ class TurnClock:
         if line is None:
             line = self._lines[name] = _SessionSteps()
         line.steps.append(self._end(name, line))
-        self._start_telling(name, line)
+        self._start_delivery(name, line)
 
     def forget(self, trajectory: str) -> None:
         """See ``Listener``."""
@@ -349,28 +349,28 @@ class TurnClock:
         job, mark, session = trajectory.partition("/")
         return (job, session) if mark and self._hosts.serve(job) else ("", trajectory)
 
-    def _start_telling(self, name: tuple[str, str], line: _SessionSteps) -> None:
+    def _start_delivery(self, name: tuple[str, str], line: _SessionSteps) -> None:
         if line.task is None and line.steps:
-            line.task = asyncio.create_task(self._tell(name, line))
+            line.task = asyncio.create_task(self._deliver(name, line))
         self._drop_if_idle(name, line)
 
-    async def _tell(self, name: tuple[str, str], line: _SessionSteps) -> None:
+    async def _deliver(self, name: tuple[str, str], line: _SessionSteps) -> None:
         try:
             while line.steps:
                 step = line.steps.popleft()
                 if isinstance(step, _Began):
-                    await self._tell_beginning(name, line, step)
+                    await self._deliver_beginning(name, line, step)
                 elif isinstance(step, _Over):
-                    await self._tell_end(name, step)
+                    await self._deliver_end(name, step)
                     line.begun = False
                 elif line.begun:
-                    await self._tell_host(name, step, dict)
+                    await self._notify(name, step, dict)
                     line.begun = False
         finally:
             line.task = None
             self._drop_if_idle(name, line)
 
-    async def _tell_beginning(
+    async def _deliver_beginning(
         self, name: tuple[str, str], line: _SessionSteps, began: _Began
     ) -> None:
         def is_late(still: float | None) -> bool:
@@ -380,30 +380,30 @@ class TurnClock:
             # By durations alone: when on this clock the agent's last act began at the latest.
             return still is None or still * _RATE - _STEP <= self._clock() - at
 
-        line.telling = began
+        line.delivering = began
         prompt = began.turn.request.prompt
         lateness = TurnLateness(is_late, lambda: {"ids": prompt})
         try:
-            found = await self._tell_host(name, "turn", self._body(name, line, began), lateness)
+            found = await self._notify(name, "turn", self._body(name, line, began), lateness)
         finally:
-            line.telling = None
-        line.begun = found is StepOutcome.TOLD
-        line.is_heard = found in {StepOutcome.TOLD, StepOutcome.LATE}
+            line.delivering = None
+        line.begun = found is StepOutcome.DELIVERED
+        line.is_delivered = found in {StepOutcome.DELIVERED, StepOutcome.LATE}
         if found is not None and (last := line.last or self._whole.get(name)) is not None:
-            last.is_heard = line.is_heard
+            last.is_delivered = line.is_delivered
             self._note_tokens(name, last)
 
-    async def _tell_end(self, name: tuple[str, str], over: _Over) -> None:
+    async def _deliver_end(self, name: tuple[str, str], over: _Over) -> None:
         whole = over.whole
-        if whole is not None and not whole.is_heard:
+        if whole is not None and not whole.is_delivered:
             # Or the host would take these for tokens of a turn that another one came after.
             prompt = whole.ids[: whole.prompt].tolist()
             lateness = TurnLateness(lambda _: True, lambda: {"ids": prompt})
-            await self._hosts.tell(*name, "turn", dict, lateness=lateness)
+            await self._hosts.notify(*name, "turn", dict, lateness=lateness)
         prompt_length = None if whole is None else whole.prompt
-        await self._tell_host(name, "ended", over.body, prompt=prompt_length)
+        await self._notify(name, "ended", over.body, prompt=prompt_length)
 
-    async def _tell_host(
+    async def _notify(
         self,
         name: tuple[str, str],
         step: str,
@@ -413,12 +413,12 @@ class TurnClock:
     ) -> StepOutcome | None:
         tracing = self._tracing
         span = tracing.begin_step(named(*name), step) if tracing is not None else None
-        found = await self._hosts.tell(*name, step, body, lateness=lateness, prompt=prompt)
+        found = await self._hosts.notify(*name, step, body, lateness=lateness, prompt=prompt)
         if span is not None and found is not None:
             # One that is never ended is never exported: most trajectories have no sandbox.
-            span.set_attribute("rose.sandbox.took", found is StepOutcome.TOLD)
+            span.set_attribute("rose.sandbox.took", found is StepOutcome.DELIVERED)
             span.end()
-        metrics.SANDBOX_STEPS.labels(step, found or StepOutcome.UNTOLD).inc()
+        metrics.SANDBOX_STEPS.labels(step, found or StepOutcome.UNDELIVERED).inc()
         return found
 
     def _drop_if_idle(self, name: tuple[str, str], line: _SessionSteps) -> None:

@@ -435,8 +435,8 @@ class TurnQueue:
     def _could(self, view: TurnView, engine: Engine) -> bool:
         """Whether nothing but other turns stands in the way."""
         seen = engine.view(self._fleet.usual)
-        word = obstacle(view, seen, self._fleet.head, self._policy, self._clock())
-        return word is None or word is Obstacle.FULL
+        met = obstacle(view, seen, self._fleet.head, self._policy, self._clock())
+        return met is None or met is Obstacle.FULL
 
     def _dispatch(self) -> None:
         again: float | None = None
@@ -548,9 +548,9 @@ class TurnQueue:
     def _raise_if_late(self, waiter: Waiter) -> None:
         if waiter.future.done() or self.held:
             return
-        word = waiter.obstacle.reason
         message = (
-            f"no engine took the turn within {self._queue.seconds:.0f} s; nearest obstacle: {word}"
+            f"no engine took the turn within {self._queue.seconds:.0f} s; "
+            f"nearest obstacle: {waiter.obstacle.reason}"
         )
         raise Overloaded("QueueTimeout", message, retry_after=self._retry_after())
 

@@ -62,18 +62,18 @@ def plan(text: str) -> Plan:
     """
     folder, environment, steps = "/", dict[str, str](), list[Step]()
     moved = False
-    for word, rest in _told(text):
-        if word == "WORKDIR":
+    for instruction, rest in _supported(text):
+        if instruction == "WORKDIR":
             folder, moved = str(PurePosixPath(folder) / rest), True
             steps.append(Step(folder, "true"))
-        elif word == "ENV":
+        elif instruction == "ENV":
             environment |= _variables(rest)
-        elif word == "RUN":
+        elif instruction == "RUN":
             if rest.startswith("--"):
                 raise UnknownInstruction(f"RUN {rest[:40]}: no mounts")
-            words = _list(rest)
-            steps.append(Step(folder, shlex.join(words) if words else rest))
-        elif word == "COPY":
+            parts = _list(rest)
+            steps.append(Step(folder, shlex.join(parts) if parts else rest))
+        elif instruction == "COPY":
             *names, target = _list(rest) or shlex.split(rest) or [""]
             if not names or any(re.search(r"^--|[*?\[]", name) for name in names):
                 raise UnknownInstruction(f"COPY {rest[:60]}: plain names alone")
@@ -81,45 +81,47 @@ def plan(text: str) -> Plan:
             where = str(PurePosixPath(folder) / target)
             steps.append(Step(folder, copies=tuple(names), target=where.rstrip("/") + slash))
         else:
-            raise UnknownInstruction(f"{word} cannot be played in a sandbox that runs")
+            raise UnknownInstruction(f"{instruction} cannot be played in a sandbox that runs")
     return Plan(tuple(steps), environment, folder if moved else None)
 
 
-def _told(text: str) -> Iterator[tuple[str, str]]:
+def _supported(text: str) -> Iterator[tuple[str, str]]:
     """The instructions that say something of files, without what could be misread."""
     stages = 0
-    for word, rest in _instructions(text):
-        stages += word == "FROM"
+    for instruction, rest in _instructions(text):
+        stages += instruction == "FROM"
         if stages > 1:
             raise UnknownInstruction(f"FROM {rest[:40]}: a second stage")
-        if word in _IGNORED:
+        if instruction in _IGNORED:
             continue
         if _HERE.search(rest):
-            raise UnknownInstruction(f"{word} {rest[:40]}: no here-documents")
-        if word != "RUN" and "$" in rest:
-            raise UnknownInstruction(f"{word} {rest[:60]}: no variables; write out what it says")
-        yield word, rest
+            raise UnknownInstruction(f"{instruction} {rest[:40]}: no here-documents")
+        if instruction != "RUN" and "$" in rest:
+            raise UnknownInstruction(
+                f"{instruction} {rest[:60]}: no variables; write out what it says"
+            )
+        yield instruction, rest
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     for line in re.sub(r"\\[ \t]*\n", " ", "\n".join(lines)).splitlines():
-        word, _, rest = line.strip().partition(" ")
-        if word:
-            yield word.upper(), rest.strip()
+        instruction, _, rest = line.strip().partition(" ")
+        if instruction:
+            yield instruction.upper(), rest.strip()
 
 
 def _list(rest: str) -> list[str]:
     """The words of a list in JSON; none of something else, such as a test: ``[ -e a ]``."""
     try:
-        words = json.loads(rest)
+        parts = json.loads(rest)
     except ValueError:
         return []
-    return words if isinstance(words, list) and all(isinstance(one, str) for one in words) else []
+    return parts if isinstance(parts, list) and all(isinstance(one, str) for one in parts) else []
 
 
 def _variables(rest: str) -> dict[str, str]:
-    words = shlex.split(rest)
-    if words and "=" not in words[0]:  # the older form: one name, and the rest is its value
-        return {words[0]: " ".join(words[1:])}
-    return dict(word.split("=", maxsplit=1) for word in words)
+    parts = shlex.split(rest)
+    if parts and "=" not in parts[0]:  # the older form: one name, and the rest is its value
+        return {parts[0]: " ".join(parts[1:])}
+    return dict(instruction.split("=", maxsplit=1) for instruction in parts)

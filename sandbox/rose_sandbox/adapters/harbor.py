@@ -192,8 +192,10 @@ class RoseEnvironment(BaseEnvironment):  # type: ignore[misc]  # harbor is in an
     async def _made(self, command: str) -> None:
         made = await self._there.run(command, COMMAND_SECONDS, shell=None)
         if made.exit_code:
-            said = (made.stderr or made.stdout).decode(errors="replace")[-500:]
-            raise RuntimeError(f"exit code {made.exit_code} in the sandbox from {command}: {said}")
+            output = (made.stderr or made.stdout).decode(errors="replace")[-500:]
+            raise RuntimeError(
+                f"exit code {made.exit_code} in the sandbox from {command}: {output}"
+            )
 
     @property
     def _there(self) -> Sandbox:

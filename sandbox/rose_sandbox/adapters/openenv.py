@@ -292,8 +292,8 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
         asked = f"while read -r pid; do kill -0 $pid || exit 9; done <{_PIDS}; tail -c 2000 {_LOG}"
         made = await self._here.run(asked, _SECONDS, shell=None)
         if made.exit_code == 9:
-            said = await self._here.run(f"tail -c 2000 {_LOG}", _SECONDS, shell=None)
-            raise RuntimeError(f"the server has ended:\n{said.stdout.decode(errors='replace')}")
+            reply = await self._here.run(f"tail -c 2000 {_LOG}", _SECONDS, shell=None)
+            raise RuntimeError(f"the server has ended:\n{reply.stdout.decode(errors='replace')}")
 
     async def _stop(self) -> None:
         forwarder, self._forwarder = self._forwarder, None
@@ -364,13 +364,13 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
             with suppress(HostAway):  # another name may have an address
                 places |= dict.fromkeys(await _each(url))
         # Beside each other: those that are silent cost seconds once.
-        said = dict(zip(places, await asyncio.gather(*map(self._has_it, places)), strict=True))
+        reply = dict(zip(places, await asyncio.gather(*map(self._has_it, places)), strict=True))
         for url in places:
-            if said[url]:
+            if reply[url]:
                 return url
         why: SandboxError = HostAway("no host answers")
         for url in places:
-            if said[url] is None:
+            if reply[url] is None:
                 continue
             far = RemoteHost(url, self._token)
             try:
@@ -405,12 +405,12 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
                 aiohttp.ClientSession(headers=headers) as http,
                 http.post(at, json={}, timeout=aiohttp.ClientTimeout(total=LOST_SECONDS)) as answer,
             ):
-                said = await answer.json()
+                reply = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise HostAway(f"{self._router} does not answer: {error}") from error
         if not answer.ok:
-            raise ConversationLost(f"the router does not give it back: {said}")
-        return str(said["host"])
+            raise ConversationLost(f"the router does not give it back: {reply}")
+        return str(reply["host"])
 
 
 async def _each(url: str) -> list[str]:
@@ -477,8 +477,8 @@ async def _command(box: Sandbox) -> str:
     path = found.stdout.decode().strip()
     if not path:
         raise RuntimeError("the image has no /app/env/openenv.yaml: name a command (cmd=)")
-    said = yaml.safe_load(await box.read(path))
-    app = said.get("app") if isinstance(said, dict) else None
+    reply = yaml.safe_load(await box.read(path))
+    app = reply.get("app") if isinstance(reply, dict) else None
     if not isinstance(app, str):  # a file of a user
         raise RuntimeError(  # noqa: TRY004 - it is a user's
             f"{path} names no app: name a command (cmd=)"

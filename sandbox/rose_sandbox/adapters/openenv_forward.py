@@ -77,7 +77,7 @@ class Way:
     seconds: float
 
 
-class _Word(msgspec.Struct):
+class _Ack(msgspec.Struct):
     """What the program beside the server says before a message, or at first."""
 
     took: int = 0
@@ -88,7 +88,7 @@ class _Word(msgspec.Struct):
 
 
 @dataclass
-class _Heard:
+class _Received:
     """A message of the server, or its end."""
 
     message: str | bytes | None
@@ -117,10 +117,10 @@ class Conversation:
     _kept: deque[str | bytes] = field(default_factory=deque)
     _name: str = field(default_factory=lambda: uuid.uuid4().hex)
     _far: ClientConnection | None = None
-    _heard_of: ClientConnection | None = None
+    _received_from: ClientConnection | None = None
     _opened: float = float("-inf")
     _mine: asyncio.Task[WSMessage] | None = None
-    _theirs: asyncio.Task[_Heard | None] | None = None
+    _theirs: asyncio.Task[_Received | None] | None = None
 
     async def hold(self) -> None:
         """Until one side ends it, or it is lost."""
@@ -145,15 +145,15 @@ class Conversation:
         if self._far is None and self.owed and self._theirs is None:
             await self._find()
         if self._far is not None and self._theirs is None:
-            self._heard_of = self._far
-            self._theirs = asyncio.create_task(self._hear(self._far))
+            self._received_from = self._far
+            self._theirs = asyncio.create_task(self._receive(self._far))
         mine, theirs = self._mine, self._theirs
         waited = [one for one in (mine, theirs) if one is not None]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if theirs is not None and theirs.done():
-            heard, self._theirs = theirs.result(), None
+            received, self._theirs = theirs.result(), None
             # Of a way that was given up already nothing is heard.
-            if (heard or self._heard_of is self._far) and not await self._give(heard):
+            if (received or self._received_from is self._far) and not await self._give(received):
                 return False
         if mine is not None and mine.done():
             message = mine.result()
@@ -164,23 +164,23 @@ class Conversation:
             await self._take(message.data)
         return True
 
-    async def _give(self, heard: _Heard | None) -> bool:
+    async def _give(self, received: _Received | None) -> bool:
         """Give the client what was heard; whether it goes on."""
-        if heard is None:
+        if received is None:
             await self._lose()
             return True
-        self._forget(self.sent - heard.took)
-        if heard.closed is not None:
-            await self._part(*heard.closed)
+        self._forget(self.sent - received.took)
+        if received.closed is not None:
+            await self._part(*received.closed)
             return False
         self.given += 1
         self.owed = self.sent > self.given
         with suppress(ConnectionError):  # it has gone, and says so as it is heard next
-            if isinstance(heard.message, bytes):
-                await self.client.send_bytes(heard.message)
-            elif heard.message is not None:
-                await self.client.send_str(heard.message)
-        await _told(self.way.answered)
+            if isinstance(received.message, bytes):
+                await self.client.send_bytes(received.message)
+            elif received.message is not None:
+                await self.client.send_str(received.message)
+        await _notify(self.way.answered)
         return True
 
     async def _part(self, code: int, reason: str) -> None:
@@ -196,30 +196,30 @@ class Conversation:
         self._kept.append(message)
         while sum(map(len, self._kept)) > KEPT_BYTES and len(self._kept) > 1:
             self._kept.popleft()
-        await _told(self.way.asked)
+        await _notify(self.way.asked)
         if self._far is not None:
-            await self._say(self._far, message)
+            await self._send(self._far, message)
 
     def _forget(self, lacking: int) -> None:
         while len(self._kept) > max(lacking, 0):
             self._kept.popleft()
 
-    async def _say(self, far: ClientConnection, message: str | bytes) -> None:
+    async def _send(self, far: ClientConnection, message: str | bytes) -> None:
         try:
             await far.send(json.dumps({"given": self.given, "then": True}))
             await far.send(message)
         except ConnectionClosed:
             await self._lose()
 
-    async def _hear(self, far: ClientConnection) -> _Heard | None:
+    async def _receive(self, far: ClientConnection) -> _Received | None:
         try:
-            told = _word(await far.recv())
-            message = await far.recv() if told.closed is None else None
+            ack = _read_ack(await far.recv())
+            message = await far.recv() if ack.closed is None else None
         except ConnectionClosed as error:
             if error.sent is not None and error.sent.code == CloseCode.MESSAGE_TOO_BIG:
                 raise ConversationLost(f"an answer has over {ANSWER_BYTES} bytes") from error
             return None
-        return _Heard(message, told.took, told.closed)
+        return _Received(message, ack.took, ack.closed)
 
     async def _find(self) -> None:
         """Go on over another way.
@@ -250,22 +250,22 @@ class Conversation:
             proxy=None,
         )
         try:
-            again = self._compared(_word(await far.recv()))
+            again = self._compared(_read_ack(await far.recv()))
         except BaseException:  # also when cancelled: nobody else knows of it
             await far.close()
             raise
         self._far, self._opened = far, asyncio.get_running_loop().time()
         for message in list(self._kept)[len(self._kept) - again :]:
-            await self._say(far, message)
+            await self._send(far, message)
 
-    def _compared(self, told: _Word) -> int:
+    def _compared(self, ack: _Ack) -> int:
         """How many messages are said again; what the sandbox's end said at first."""
-        if told.refused is not None:
-            raise ConversationLost(f"the server refuses {self.target}: {told.refused}")
-        if told.unknown:
+        if ack.refused is not None:
+            raise ConversationLost(f"the server refuses {self.target}: {ack.refused}")
+        if ack.unknown:
             raise ConversationLost("the sandbox was given back as it was before it began")
         outside = Outside(self.sent, len(self._kept), self.given)
-        return count_resent(outside, Inside(told.took, told.made))
+        return count_resent(outside, Inside(ack.took, ack.made))
 
     async def _lose(self, *, close: bool = False) -> None:
         far, self._far = self._far, None
@@ -276,9 +276,9 @@ class Conversation:
             await far.close()
 
 
-def _word(said: str | bytes) -> _Word:
+def _read_ack(raw: str | bytes) -> _Ack:
     try:
-        return msgspec.json.decode(said, type=_Word)
+        return msgspec.json.decode(raw, type=_Ack)
     except UNREADABLE as error:  # whoever is in the sandbox may be at that port
         raise ConversationLost(
             f"what stands beside the server speaks otherwise: {error}"
@@ -287,11 +287,11 @@ def _word(said: str | bytes) -> _Word:
 
 def _may_be_sent(code: int) -> bool:
     """Whether a code may stand in a close frame (RFC 6455, 7.4)."""
-    told = {CloseCode.NO_STATUS_RCVD, CloseCode.ABNORMAL_CLOSURE, CloseCode.TLS_HANDSHAKE, 1004}
-    return 1000 <= code < 5000 and code not in told
+    ack = {CloseCode.NO_STATUS_RCVD, CloseCode.ABNORMAL_CLOSURE, CloseCode.TLS_HANDSHAKE, 1004}
+    return 1000 <= code < 5000 and code not in ack
 
 
-async def _told(step: Callable[[], Awaitable[object]]) -> None:
+async def _notify(step: Callable[[], Awaitable[object]]) -> None:
     """The turn clock's word; a host that is lost is found by who needs it."""
     try:
         await step()

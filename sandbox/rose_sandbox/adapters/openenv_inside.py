@@ -61,7 +61,7 @@ class Line:
         while self.kept and self.made - len(self.kept) < given:
             self.kept.popleft()
 
-    async def tell(self, caller: ServerConnection, at: int) -> None:
+    async def send(self, caller: ServerConnection, at: int) -> None:
         """Say everything from a message on to a caller, until the server has ended."""
         while True:
             self.news.clear()
@@ -74,17 +74,17 @@ class Line:
                 await caller.send(json.dumps({"took": self.took, "closed": self.closed}))
             await self.news.wait()
 
-    async def hear(self, caller: ServerConnection) -> bool:
+    async def receive(self, caller: ServerConnection) -> bool:
         """Pass on what a caller says; whether it has closed the connection."""
         async for head in caller:
-            told = json.loads(head)
-            self.forget(told["given"])
-            if told.get("close"):
+            ack = json.loads(head)
+            self.forget(ack["given"])
+            if ack.get("close"):
                 return True
-            if told.get("then"):
+            if ack.get("then"):
                 message = await caller.recv()
                 self.took += 1
-                with suppress(ConnectionClosed):  # the server has ended, as ``tell`` says
+                with suppress(ConnectionClosed):  # the server has ended, as ``send`` says
                     await self.server.send(message)
         return False
 
@@ -105,7 +105,7 @@ class Switch:
         if caller.request is None:
             return
         query = parse_qs(urlsplit(caller.request.path).query)
-        asked = {key: words[0] for key, words in query.items()}
+        asked = {key: values[0] for key, values in query.items()}
         name, given = asked["line"], int(asked["given"])
         if name not in self.lines and "target" in asked:
             try:
@@ -137,14 +137,14 @@ class Switch:
         """Both ways, until the caller is gone."""
         await caller.send(json.dumps({"took": line.took, "made": line.made}))
         line.forget(given)
-        telling = asyncio.create_task(line.tell(caller, given))
+        sending = asyncio.create_task(line.send(caller, given))
         ended = False
         try:
             with suppress(ConnectionClosed):  # the caller is away, and the line stays
-                ended = await line.hear(caller)
+                ended = await line.receive(caller)
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
         if ended:  # a caller who does not say so may not have heard the last answer yet
             del self.lines[name]
             line.reading.cancel()

@@ -15,7 +15,7 @@ def command_of(
     """A command for ``Sandbox.run``; a list is quoted word by word."""
     text = command if isinstance(command, str) else shlex.join(command)
     # ``env`` changes nothing for what comes later in the same shell.
-    words = [shlex.quote(f"{name}={value}") for name, value in (environment or {}).items()]
-    if words:
-        text = f"env {' '.join(words)} sh -c {shlex.quote(text)}"
+    assignments = [shlex.quote(f"{name}={value}") for name, value in (environment or {}).items()]
+    if assignments:
+        text = f"env {' '.join(assignments)} sh -c {shlex.quote(text)}"
     return text if folder is None else f"cd {shlex.quote(folder)} && {text}"

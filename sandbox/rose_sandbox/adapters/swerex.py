@@ -118,8 +118,8 @@ class RoseRuntime(AbstractRuntime):  # type: ignore[misc]  # SWE-ReX says nothin
         made = await self._limited(action.command, action.timeout, shell=action.session)
         output = _text(made)
         if action.check == "raise" and made.exit_code:
-            told = f"Command {action.command!r} failed with exit code {made.exit_code}."
-            message = f"{action.error_msg}: {told}" if action.error_msg else told
+            failure = f"Command {action.command!r} failed with exit code {made.exit_code}."
+            message = f"{action.error_msg}: {failure}" if action.error_msg else failure
             if made.exit_code == _SYNTAX and "syntax error" in output:
                 raise BashIncorrectSyntaxError(f"{message} Output:\n{output}")
             raise NonZeroExitCodeError(f"{message} Output:\n{output}")
@@ -146,8 +146,8 @@ class RoseRuntime(AbstractRuntime):  # type: ignore[misc]  # SWE-ReX says nothin
         text = command_of(command.command, folder=command.cwd, environment=command.env)
         made = await self._limited(text, command.timeout, shell=None)
         if command.check and made.exit_code:
-            told = f"Command {command.command!r} failed with exit code {made.exit_code}. {made}"
-            message = f"{command.error_msg}: {told}" if command.error_msg else told
+            failure = f"Command {command.command!r} failed with exit code {made.exit_code}. {made}"
+            message = f"{command.error_msg}: {failure}" if command.error_msg else failure
             raise NonZeroExitCodeError(message)
         out, err = made.stdout, made.stderr
         if command.merge_output_streams:
@@ -179,9 +179,9 @@ class RoseRuntime(AbstractRuntime):  # type: ignore[misc]  # SWE-ReX says nothin
             return UploadResponse()
         there = f"/tmp/{uuid.uuid4().hex}.tar"  # noqa: S108 - the sandbox's
         await self._box.write(there, data)
-        words = ("mkdir", "-p", request.target_path)
+        argv = ("mkdir", "-p", request.target_path)
         unpack = ("tar", "-xf", there, "-C", request.target_path, "--no-same-owner")
-        text = f"{command_of(words)} && {command_of(unpack)} && rm {there}"
+        text = f"{command_of(argv)} && {command_of(unpack)} && rm {there}"
         await self.execute(Command(command=text, shell=True, check=True))  # noqa: S604 - its own
         return UploadResponse()
 

@@ -75,7 +75,7 @@ class BpfInspector:
             return _unknown("the inspector does not answer")
         self._last[key] = now
         rare = [b - a for a, b in zip(mark.counters.rare, now.counters.rare, strict=True)]
-        reasons = {word for kind, word in _REASONS if rare[kind]}
+        reasons = {reason for kind, reason in _REASONS if rare[kind]}
         reasons |= {*mark.moment.unsure, *now.moment.unsure}
         calls = now.counters.calls - mark.counters.calls
         if min(calls, *rare) < 0:

@@ -219,7 +219,7 @@ def _process(pid: int, init: int, known: Process | None, unsure: set[str]) -> Pr
     maps = _text(f"/proc/{pid}/maps")
     if re.search(r"^\S+ .w.s ", maps, re.MULTILINE):
         unsure.add("shared writable map")
-    shell = said_by_shell(pid, init)
+    shell = shell_state(pid, init)
     ran = " ".join(
         _text(f"/proc/{pid}/task/{thread}/schedstat")
         for thread in sorted(os.listdir(f"/proc/{pid}/task"))  # noqa: PTH208 - as above
@@ -246,8 +246,8 @@ def _kernel(pid: int, maps: str, unsure: set[str], *, at_rest: bool) -> str:
     _add(digest, _text(f"{base}/limits"))
     for thread in sorted(os.listdir(f"{base}/task")):  # noqa: PTH208 - as above
         with suppress(OSError):
-            words = _text(f"{base}/task/{thread}/stat").rpartition(") ")[2].split()
-            _add(digest, " ".join(words[at] for at in _STANDING))
+            fields = _text(f"{base}/task/{thread}/stat").rpartition(") ")[2].split()
+            _add(digest, " ".join(fields[at] for at in _STANDING))
     _add(digest, maps)
     if at_rest:
         for thread in sorted(os.listdir(f"{base}/task")):  # noqa: PTH208 - as above
@@ -322,7 +322,7 @@ def _memory(pid: int, maps: str) -> str | None:
             place, rights = line.split(maxsplit=2)[:2]
             if rights[3] != "p" or line.endswith(("[vvar]", "[vsyscall]", "[vvar_vclock]")):
                 continue
-            begin, end = (int(word, 16) for word in place.split("-"))
+            begin, end = (int(part, 16) for part in place.split("-"))
             pagemap.seek(begin // PAGE * 8)
             entries = pagemap.read((end - begin) // PAGE * 8)
             for first, count in _own_runs(entries):
@@ -344,23 +344,23 @@ def _memory(pid: int, maps: str) -> str | None:
 
 def _own_runs(entries: bytes) -> Iterator[tuple[int, int]]:
     """Runs of pages that are present or swapped and no file's: (first, count)."""
-    words = np.frombuffer(entries, np.uint64)
-    own = np.zeros(len(words) + 2, np.int8)
-    own[1:-1] = (words >> np.uint64(62) != 0) & (words >> np.uint64(61) & np.uint64(1) == 0)
+    fields = np.frombuffer(entries, np.uint64)
+    own = np.zeros(len(fields) + 2, np.int8)
+    own[1:-1] = (fields >> np.uint64(62) != 0) & (fields >> np.uint64(61) & np.uint64(1) == 0)
     edges = np.flatnonzero(np.diff(own)).tolist()
     yield from ((begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=True))
 
 
-def said_by_shell(pid: int, init: int) -> str | None:
+def shell_state(pid: int, init: int) -> str | None:
     """What a session's shell said of itself last; None: it is no session's shell."""
-    words = _text(f"/proc/{pid}/cmdline").split("\0")
-    if len(words) < 6 or words[:3] != ["bash", "--norc", "-c"] or words[4] != "rose-session":
+    fields = _text(f"/proc/{pid}/cmdline").split("\0")
+    if len(fields) < 6 or fields[:3] != ["bash", "--norc", "-c"] or fields[4] != "rose-session":
         return None
-    if not re.fullmatch(r"[\w-]+", words[5]):
+    if not re.fullmatch(r"[\w-]+", fields[5]):
         return None
     with suppress(OSError):
-        said = _inside(init, f"{FOLDER}/w.{words[5]}")
-        return "\n".join(line for line in said.splitlines() if not _OWN_VARIABLE.match(line))
+        state = _inside(init, f"{FOLDER}/w.{fields[5]}")
+        return "\n".join(line for line in state.splitlines() if not _OWN_VARIABLE.match(line))
     return None
 
 
@@ -400,9 +400,9 @@ def _shared(init: int) -> str:
     for name in ("tcp", "tcp6", "udp", "udp6"):
         with suppress(OSError):
             for line in _sockets(init, name):
-                words = line.split()
-                if words[3] != _TIME_WAIT:
-                    _add(digest, f"{name} {words[1:5]} {words[9]}")
+                fields = line.split()
+                if fields[3] != _TIME_WAIT:
+                    _add(digest, f"{name} {fields[1:5]} {fields[9]}")
     with suppress(OSError):
         for line in sorted(_text(f"/proc/{init}/net/unix").splitlines()[1:]):
             _add(digest, " ".join(line.split()[1:]))

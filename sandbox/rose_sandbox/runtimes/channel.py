@@ -84,7 +84,7 @@ class Channel:
                 self._release()
 
     @asynccontextmanager
-    async def quiet(self, *words: str) -> AsyncIterator[None]:
+    async def quiet(self, *fields: str) -> AsyncIterator[None]:
         """Ask this, and nothing else until the block ends: no answer is on its way then.
 
         Raises:
@@ -92,12 +92,12 @@ class Channel:
         """
         async with self._alone():
             ends = time.monotonic() + ANSWER_SECONDS
-            await whole(asyncio.to_thread(self._exchange, words, b"", ends, 0))
+            await whole(asyncio.to_thread(self._exchange, fields, b"", ends, 0))
             yield
 
     async def ask(
         self,
-        *words: str | int,
+        *fields: str | int,
         then: bytes = b"",
         within: float = ANSWER_SECONDS,
         most: int = 1 << 16,
@@ -105,7 +105,7 @@ class Channel:
         """One request; a cancelled one ends when it is answered.
 
         Args:
-            words: of its line, without the number.
+            fields: of its line, without the number.
             then: what comes behind the line.
             within: seconds, besides those that its bytes take.
             most: bytes of the answer.
@@ -116,7 +116,7 @@ class Channel:
         """
         async with self._alone():
             ends = time.monotonic() + within + (len(then) + most) / BYTES_A_SECOND
-            return await whole(asyncio.to_thread(self._exchange, words, then, ends, most))
+            return await whole(asyncio.to_thread(self._exchange, fields, then, ends, most))
 
     async def put(self, path: bytes, mode: int, data: bytes) -> str:
         """Write a file at a path with its zero byte; returns the last answer's word."""
@@ -125,9 +125,9 @@ class Channel:
         def exchange() -> str:
             ends = time.monotonic() + within
             number = self._request(("put", f"{mode:o}", len(data)), path, ends)
-            word, _ = self._answer(number, ends, 0)
-            if word != "go":
-                return word
+            verb, _ = self._answer(number, ends, 0)
+            if verb != "go":
+                return verb
             self._torn = True  # until it is answered that all of it has come
             self._write(data, ends)
             return self._answer(number, ends, 0)[0]
@@ -136,15 +136,15 @@ class Channel:
             return await whole(asyncio.to_thread(exchange))
 
     def _exchange(
-        self, words: tuple[str | int, ...], then: bytes, ends: float, most: int
+        self, fields: tuple[str | int, ...], then: bytes, ends: float, most: int
     ) -> tuple[str, bytes]:
-        return self._answer(self._request(words, then, ends), ends, most)
+        return self._answer(self._request(fields, then, ends), ends, most)
 
-    def _request(self, words: tuple[str | int, ...], then: bytes, ends: float) -> bytes:
+    def _request(self, fields: tuple[str | int, ...], then: bytes, ends: float) -> bytes:
         before, self._torn = (b"\0\n" if self._torn else b""), True
         self._left = b""
         number = secrets.token_hex(8).encode()
-        line = " ".join(map(str, words)).encode()
+        line = " ".join(map(str, fields)).encode()
         self._write(before + number + b" " + line + b"\n" + then, ends)
         return number
 
@@ -155,17 +155,17 @@ class Channel:
             data = data[max(at, 0) if at >= 0 else -len(mark) :] + self._read(ends)
             if at >= 0 and len(data) > _HEAD_BYTES and b"\n" not in data[:_HEAD_BYTES]:
                 raise RuntimeFailed("the sandbox's first process says what it never should")
-        word, _, said = data[at + len(mark) : end].decode(errors="replace").partition(" ")
-        if not said.isdecimal() or int(said) > most:
+        verb, _, length = data[at + len(mark) : end].decode(errors="replace").partition(" ")
+        if not length.isdecimal() or int(length) > most:
             raise RuntimeFailed("the sandbox's first process says what it never should")
-        size, data = int(said), data[end + 1 :]
+        size, data = int(length), data[end + 1 :]
         parts, has = [data], len(data)
         while has < size:
             parts.append(more := self._read(ends))
             has += len(more)
         data = b"".join(parts)
         self._left, self._torn = data[size:], False
-        return word, data[:size]
+        return verb, data[:size]
 
     def _read(self, ends: float) -> bytes:
         self._wait(self._from, select.POLLIN, ends)

@@ -71,21 +71,21 @@ async def learn_kernel(path: str, known: Path = KNOWN) -> None:
 
 
 def _started() -> float:
-    words = text_of(Path("/proc/stat"))
-    found = re.search(r"^btime (\d+)$", words, re.MULTILINE)
+    text = text_of(Path("/proc/stat"))
+    found = re.search(r"^btime (\d+)$", text, re.MULTILINE)
     return float(found[1]) if found else float("inf")
 
 
 def errors_of(log: Path) -> str:
     """What CRIU says went wrong, first things first."""
     found = re.findall(r"Error \(([^)]*)\): (.*)", text_of(log))
-    told = [f"{where.partition(':')[0]}: {text}" for where, text in found if "rlimit" not in text]
-    return "; ".join(told[:4])
+    lines = [f"{where.partition(':')[0]}: {text}" for where, text in found if "rlimit" not in text]
+    return "; ".join(lines[:4])
 
 
-def undumpable(said: str) -> str:
+def undumpable(errors: str) -> str:
     """What could not be saved, in a word."""
-    for pattern, word in _UNDUMPABLE:
-        if re.search(pattern, said):
-            return word
+    for pattern, reason in _UNDUMPABLE:
+        if re.search(pattern, errors):
+            return reason
     return "process"

@@ -106,21 +106,21 @@ class _Shell:
 
     async def _statement(self, text: str) -> int:
         background = text.endswith("&")
-        words = [self._expand(word) for word in shlex.split(text.removesuffix("&"))]
+        argv = [self._expand(part) for part in shlex.split(text.removesuffix("&"))]
         target, append = None, False
-        if len(words) > 2 and words[-2] in {">", ">>"}:
-            target, append, words = self.path(words[-1]), words[-2] == ">>", words[:-2]
-        if not words:
+        if len(argv) > 2 and argv[-2] in {">", ">>"}:
+            target, append, argv = self.path(argv[-1]), argv[-2] == ">>", argv[:-2]
+        if not argv:
             return 0
         if background:
-            return self._start(words)
-        if words[0] == "sleep":
-            return await self._sleep(float(words[1]))
-        built_in = _BUILTINS.get(words[0])
+            return self._start(argv)
+        if argv[0] == "sleep":
+            return await self._sleep(float(argv[1]))
+        built_in = _BUILTINS.get(argv[0])
         if built_in is None:
-            self.err += f"bash: {words[0]}: command not found\n".encode()
+            self.err += f"bash: {argv[0]}: command not found\n".encode()
             return 127
-        code, output = built_in(self, words[1:])
+        code, output = built_in(self, argv[1:])
         if target is None:
             self.out += output
             return code
@@ -133,12 +133,12 @@ class _Shell:
         await asyncio.sleep(seconds)
         return 0
 
-    def _start(self, words: list[str]) -> int:
+    def _start(self, argv: list[str]) -> int:
         world = self.world
         if len(world.processes) + 1 >= world.spec.limits.pids:
             self.err += b"bash: fork: retry: Resource temporarily unavailable\n"
             return 254
-        world.processes[world.next_pid] = _Process(words[0], words[1:])
+        world.processes[world.next_pid] = _Process(argv[0], argv[1:])
         world.next_pid += 1
         return 0
 
@@ -152,56 +152,56 @@ class _Shell:
         return 0
 
 
-def _echo(_shell: _Shell, words: list[str]) -> tuple[int, bytes]:
-    return 0, (" ".join(words) + "\n").encode()
+def _echo(_shell: _Shell, argv: list[str]) -> tuple[int, bytes]:
+    return 0, (" ".join(argv) + "\n").encode()
 
 
-def _cat(shell: _Shell, words: list[str]) -> tuple[int, bytes]:
-    path = shell.path(words[0])
+def _cat(shell: _Shell, argv: list[str]) -> tuple[int, bytes]:
+    path = shell.path(argv[0])
     if path not in shell.world.files:
         shell.err += f"cat: {path}: No such file or directory\n".encode()
         return 1, b""
     return 0, shell.world.files[path]
 
 
-def _rm(shell: _Shell, words: list[str]) -> tuple[int, bytes]:
-    return (0, b"") if shell.world.files.pop(shell.path(words[-1]), None) is not None else (1, b"")
+def _rm(shell: _Shell, argv: list[str]) -> tuple[int, bytes]:
+    return (0, b"") if shell.world.files.pop(shell.path(argv[-1]), None) is not None else (1, b"")
 
 
-def _test(shell: _Shell, words: list[str]) -> tuple[int, bytes]:
-    return (0 if shell.path(words[1]) in shell.world.files else 1), b""
+def _test(shell: _Shell, argv: list[str]) -> tuple[int, bytes]:
+    return (0 if shell.path(argv[1]) in shell.world.files else 1), b""
 
 
-def _export(shell: _Shell, words: list[str]) -> tuple[int, bytes]:
-    name, _, value = words[0].partition("=")
+def _export(shell: _Shell, argv: list[str]) -> tuple[int, bytes]:
+    name, _, value = argv[0].partition("=")
     shell.variables[name] = value
     return 0, b""
 
 
-def _cd(shell: _Shell, words: list[str]) -> tuple[int, bytes]:
-    shell.variables["PWD"] = shell.path(words[0])
+def _cd(shell: _Shell, argv: list[str]) -> tuple[int, bytes]:
+    shell.variables["PWD"] = shell.path(argv[0])
     return 0, b""
 
 
-def _pwd(shell: _Shell, _words: list[str]) -> tuple[int, bytes]:
+def _pwd(shell: _Shell, _argv: list[str]) -> tuple[int, bytes]:
     return 0, f"{shell.variables['PWD']}\n".encode()
 
 
-def _exit(_shell: _Shell, words: list[str]) -> tuple[int, bytes]:
-    raise _Exit(int(words[0]) if words else 0)
+def _exit(_shell: _Shell, argv: list[str]) -> tuple[int, bytes]:
+    raise _Exit(int(argv[0]) if argv else 0)
 
 
-def _named(shell: _Shell, words: list[str]) -> list[int]:
-    return [pid for pid, one in shell.world.processes.items() if one.name == words[-1]]
+def _named(shell: _Shell, argv: list[str]) -> list[int]:
+    return [pid for pid, one in shell.world.processes.items() if one.name == argv[-1]]
 
 
-def _pgrep(shell: _Shell, words: list[str]) -> tuple[int, bytes]:
-    found = _named(shell, words)
+def _pgrep(shell: _Shell, argv: list[str]) -> tuple[int, bytes]:
+    found = _named(shell, argv)
     return (0 if found else 1), "".join(f"{pid}\n" for pid in found).encode()
 
 
-def _pkill(shell: _Shell, words: list[str]) -> tuple[int, bytes]:
-    found = _named(shell, words)
+def _pkill(shell: _Shell, argv: list[str]) -> tuple[int, bytes]:
+    found = _named(shell, argv)
     for pid in found:
         del shell.world.processes[pid]
     return (0 if found else 1), b""
@@ -213,14 +213,14 @@ _BUILTINS: Mapping[str, Callable[[_Shell, list[str]], tuple[int, bytes]]] = {
     "echo": _echo,
     "exit": _exit,
     "export": _export,
-    "false": lambda _shell, _words: (1, b""),
-    "mkdir": lambda _shell, _words: (0, b""),  # its files need no folders
+    "false": lambda _shell, _argv: (1, b""),
+    "mkdir": lambda _shell, _argv: (0, b""),  # its files need no folders
     "pgrep": _pgrep,
     "pkill": _pkill,
     "pwd": _pwd,
     "rm": _rm,
     "test": _test,
-    "true": lambda _shell, _words: (0, b""),
+    "true": lambda _shell, _argv: (0, b""),
 }
 
 

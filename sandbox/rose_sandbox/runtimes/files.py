@@ -91,8 +91,8 @@ def _make_folder(root: int, parent: str, name: str) -> None:
 
 def runner_of(root: int, number: str) -> int | None:
     """Process id, in the sandbox, of what runs a command."""
-    said = look(root, f"{number}.pid")
-    return int(said) if said and said.strip().isdigit() else None
+    text = look(root, f"{number}.pid")
+    return int(text) if text and text.strip().isdigit() else None
 
 
 def is_gone(root: int, number: str) -> bool:

@@ -50,8 +50,8 @@ class Stat:
 
 def stat_of(pid: int) -> Stat | None:
     """None: it has ended."""
-    words = text_of(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split()
-    return Stat(int(words[1]), int(words[3]), int(words[19])) if words else None
+    fields = text_of(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split()
+    return Stat(int(fields[1]), int(fields[3]), int(fields[19])) if fields else None
 
 
 def inner_pid(pid: int) -> int | None:

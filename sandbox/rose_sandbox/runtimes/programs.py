@@ -84,8 +84,8 @@ async def _run(
         await process.wait()
         raise RuntimeFailed(f"{arguments[0]} took over {SECONDS:.0f} s") from None
     if process.returncode:
-        words = (err or out or b"").decode(errors="replace").strip()[-2000:]
+        output = (err or out or b"").decode(errors="replace").strip()[-2000:]
         raise RuntimeFailed(
-            f"exit code {process.returncode} from {' '.join(map(str, arguments))}: {words}"
+            f"exit code {process.returncode} from {' '.join(map(str, arguments))}: {output}"
         )
     return out or b""

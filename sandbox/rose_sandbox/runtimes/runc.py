@@ -110,9 +110,9 @@ class RuncRuntime(ContainerRuntime):
                 quiet=True,
             )
         except RuntimeFailed as error:
-            said = criu.errors_of(work / "restore.log")
+            reasons = criu.errors_of(work / "restore.log")
             raise CannotRestore(
-                f"processes of {key} cannot be restored: {said or error}"
+                f"processes of {key} cannot be restored: {reasons or error}"
             ) from error
 
     async def _wait_until_it_listens(self, key: str) -> None:
@@ -145,8 +145,8 @@ class RuncRuntime(ContainerRuntime):
                 quiet=quiet,
             )
         except RuntimeFailed as error:
-            words = re.findall(r'level=error msg="(.*)"$', text_of(log), re.MULTILINE)
-            raise RuntimeFailed("; ".join(words) or str(error)) from error
+            messages = re.findall(r'level=error msg="(.*)"$', text_of(log), re.MULTILINE)
+            raise RuntimeFailed("; ".join(messages) or str(error)) from error
 
     def _init(self, key: str) -> int:
         try:
@@ -190,12 +190,12 @@ class RuncRuntime(ContainerRuntime):
         number = f"{time.time_ns():x}{self._next:x}"
         begun = ticks()
         with self._root(handle.key) as root:
-            told = _Asked(handle.key, number, session, begun)
+            asked = _Asked(handle.key, number, session, begun)
             try:
                 await whole(self._in_thread(self._ask, root, number, command, session))
-                code, lost, late = await self._ended(told, root, within)
+                code, lost, late = await self._ended(asked, root, within)
             except asyncio.CancelledError:
-                await whole(self._give_up(told))
+                await whole(self._give_up(asked))
                 raise
             out = await self._in_thread(look, root, f"{number}.out")
             err = await self._in_thread(look, root, f"{number}.err")
@@ -217,8 +217,8 @@ class RuncRuntime(ContainerRuntime):
         for turn, pause in enumerate(pauses()):
             answer = await self._in_thread(look, root, f"{number}.rc")
             if answer is not None and answer.endswith(b"\n"):
-                word, _, rest = answer.decode().strip().partition(" ")
-                return int(word), rest == "lost", killed > 0
+                code, _, rest = answer.decode().strip().partition(" ")
+                return int(code), rest == "lost", killed > 0
             if turn % 16 == 15 and await self._in_thread(is_gone, root, number):
                 # The runner was killed, and says nothing.
                 answer = await self._in_thread(look, root, f"{number}.rc")
@@ -382,10 +382,10 @@ class RuncRuntime(ContainerRuntime):
                         *("--image-path", images, "--work-path", work),
                     )
             except RuntimeFailed as error:
-                said = criu.errors_of(work / "dump.log")
+                reasons = criu.errors_of(work / "dump.log")
                 raise CannotCheckpoint(
-                    criu.undumpable(said) if said else "runtime",
-                    f"sandbox {key} cannot be saved: {said or error}",
+                    criu.undumpable(reasons) if reasons else "runtime",
+                    f"sandbox {key} cannot be saved: {reasons or error}",
                 ) from error
             return time.monotonic() - started, held
 

@@ -223,8 +223,8 @@ class RunscRuntime(ContainerRuntime):
         number = f"{time.time_ns():x}{secrets.token_hex(2)}"
         then = data if len(data) > SHORT else data.replace(b"\0", b"") + b"\0"
         try:
-            word, _ = await channel.ask("run", number, session or "-", len(data), then=then)
-            if word != "ok":
+            status, _ = await channel.ask("run", number, session or "-", len(data), then=then)
+            if status != "ok":
                 raise RuntimeFailed(
                     "the sandbox takes no commands (/run/rose); what ran in it broke or filled "
                     "that folder: go back to an earlier turn, or end it"
@@ -256,23 +256,23 @@ class RunscRuntime(ContainerRuntime):
         ends, killed = time.monotonic() + within, 0.0
         for pause in pauses():
             try:
-                word, said = await channel.ask("look", number, within=_left(ends))
+                status, output = await channel.ask("look", number, within=_left(ends))
             except Silent:
                 return 124, False, True
-            if word == "done":
-                code, _, rest = said.decode().strip().partition(" ")
+            if status == "done":
+                code, _, rest = output.decode().strip().partition(" ")
                 late = killed > 0
                 return (124 if late else int(code)), rest == "lost", late
-            if word == "gone":  # killed: it says nothing
+            if status == "gone":  # killed: it says nothing
                 return (124 if killed else 137), session is not None, killed > 0
             now = time.monotonic()
             if now >= ends:
                 killed = killed or now
                 hard = session is None or now > killed + GRACE_SECONDS
-                word = ""
+                status = ""
                 with suppress(Silent):
-                    word, _ = await channel.ask("kill", number, "hard" if hard else "")
-                if session is None or word == "none":
+                    status, _ = await channel.ask("kill", number, "hard" if hard else "")
+                if session is None or status == "none":
                     return 124, False, True
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
@@ -294,10 +294,10 @@ class RunscRuntime(ContainerRuntime):
         self._running(handle)
         await self._open()
         channel = self._channel(handle.key)
-        word, data = await channel.ask("get", limit, then=_path(path), most=limit)
-        if word == "large":
+        status, data = await channel.ask("get", limit, then=_path(path), most=limit)
+        if status == "large":
             raise TooLarge(f"{path} has over {limit} bytes")
-        if word != "ok":
+        if status != "ok":
             raise BadPath(f"{path} is no plain file")
         return data
 
@@ -309,10 +309,10 @@ class RunscRuntime(ContainerRuntime):
             raise BadPath(f"{path!r} is no absolute path of a file")
         if len(data) > min(FILE_BYTES, record.spec.limits.disk_bytes):
             raise TooLarge(f"{len(data)} bytes for {path} do not fit")
-        word = await self._channel(handle.key).put(_path(path), mode, data)
-        if word == "bad":
+        status = await self._channel(handle.key).put(_path(path), mode, data)
+        if status == "bad":
             raise BadPath(f"{path} is no plain file, or leads through one")
-        if word != "ok":
+        if status != "ok":
             raise TooLarge(f"{path}: the sandbox's disk is full")
 
     async def connect(self, handle: Handle, port: int) -> socket.socket:
@@ -327,8 +327,8 @@ class RunscRuntime(ContainerRuntime):
             try:
                 os.chown(path, FIRST_ID, FIRST_ID)
                 door.listen(1)
-                word, _ = await self._channel(handle.key).ask("join", port, name)
-                if word != "ok":
+                status, _ = await self._channel(handle.key).ask("join", port, name)
+                if status != "ok":
                     raise NotListening(f"nothing listens at port {port} of sandbox {handle.key}")
                 async with asyncio.timeout(ANSWER_SECONDS):
                     connection, _ = await asyncio.get_running_loop().sock_accept(door)
@@ -367,12 +367,14 @@ class RunscRuntime(ContainerRuntime):
                 if kind.has_files:
                     await self._volume.cut(key, cut)
             except RuntimeFailed as error:
-                said = str(error)
-                what = next((word for sign, word in _UNDUMPABLE if re.search(sign, said)), None)
+                output = str(error)
+                what = next(
+                    (status for sign, status in _UNDUMPABLE if re.search(sign, output)), None
+                )
                 raise CannotCheckpoint(
                     what or "runtime",
                     # gVisor says it in a line; where in its own program is no matter of a tenant.
-                    f"sandbox {key} cannot be saved: {said.partition(chr(10))[0].rstrip(':')}; a "
+                    f"sandbox {key} cannot be saved: {output.partition(chr(10))[0].rstrip(':')}; a "
                     "host with --runtime runc may save such a one",
                 ) from error
             # Inode numbers are gVisor's own, which its image has.
@@ -404,7 +406,7 @@ def _errors_of(log: Path) -> str:
     found = []
     for line in text_of(log).splitlines():
         with suppress(ValueError):
-            told = json.loads(line)
-            if told.get("level") == "error":
-                found.append(str(told["msg"]))
+            entry = json.loads(line)
+            if entry.get("level") == "error":
+                found.append(str(entry["msg"]))
     return "; ".join(found)

@@ -74,29 +74,29 @@ def page() -> str:
 
 
 def _section(name: str, model: type[Strict]) -> str:
-    said, told = _docstring(model)
+    summary, described = _docstring(model)
     schema = model.model_json_schema()
     must = schema.get("required", [])
-    lines = [f"## {name}\n", f"{said}\n", *_COLUMNS]
+    lines = [f"## {name}\n", f"{summary}\n", *_COLUMNS]
     for field, child in schema["properties"].items():
-        if field not in told:
+        if field not in described:
             raise LookupError(f"{model.__name__}.{field} is not described in its docstring")
         default = "required" if field in must else _default(child.get("default"))
-        lines.append(f"| `{field}` | {_type(child)} | {default} | {_cell(told[field])} |")
+        lines.append(f"| `{field}` | {_type(child)} | {default} | {_cell(described[field])} |")
     return "\n".join([*lines, ""])
 
 
 def _docstring(model: type[Strict]) -> tuple[str, dict[str, str]]:
     """What is said of the whole, and of each field."""
-    said, _, attributes = (inspect.getdoc(model) or "").partition("Attributes:\n")
-    told: dict[str, str] = {}
+    summary, _, attributes = (inspect.getdoc(model) or "").partition("Attributes:\n")
+    described: dict[str, str] = {}
     name = ""
     for line in attributes.splitlines():
         if found := _FIELD.match(line):
-            name, told[found[1]] = found[1], found[2]
+            name, described[found[1]] = found[1], found[2]
         elif name:
-            told[name] += f" {line.strip()}"
-    return _cell(said), told
+            described[name] += f" {line.strip()}"
+    return _cell(summary), described
 
 
 def _type(schema: dict[str, Any]) -> str:

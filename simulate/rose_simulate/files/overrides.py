@@ -24,9 +24,9 @@ def changed(scenario: AnyT, changes: Mapping[str, object]) -> AnyT:
     """
     asked = {name: value for name, value in changes.items() if value is not None}
     kind: type[AnyT] = type(scenario)
-    told = {name: getattr(scenario, name) for name in kind.model_fields}
+    values = {name: getattr(scenario, name) for name in kind.model_fields}
     try:
-        return cast("AnyT", kind.model_validate(told | asked))
+        return cast("AnyT", kind.model_validate(values | asked))
     except ValidationError as error:
         wrong = "; ".join(f"--{_flag(one['loc'])}: {one['msg']}" for one in error.errors())
         raise ScenarioError(wrong) from error

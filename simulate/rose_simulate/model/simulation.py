@@ -199,11 +199,11 @@ class Simulation:
             signal = SignalSource.LOADS if polled else SignalSource.WIRE_TAP
             demands = SimulatedDemands(self.clock, self.routers)
             policy = LendingPolicy(by_gain=rules.by_gain)
-            told = PlannerInputs(self.nodes.silence, runs=self._runs, policy=policy)
+            inputs = PlannerInputs(self.nodes.silence, runs=self._runs, policy=policy)
             if rules.by_demand:
-                told = replace(told, demand=demands.of)
+                inputs = replace(inputs, demand=demands.of)
             self.planner = SimulatedPlanner(
-                self.clock, self.scenario, self.replicas, self._lend, signal=signal, told=told
+                self.clock, self.scenario, self.replicas, self._lend, signal=signal, inputs=inputs
             )
             if rules.by_demand:
                 self.clock.after(0.0, partial(demands.run, self.planner.plan))

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from rose_core.accounting.breakdown import CostBreakdown, money
-from rose_core.accounting.breakdown import lines as told_lines
+from rose_core.accounting.breakdown import lines as statement_lines
 from rose_core.accounting.cost import GIGABYTE, MICRO
 from rose_core.accounting.statement import CostStatement
 from rose_simulate.pages.charts import ChartLine, intervals, lines
@@ -81,7 +81,7 @@ def table(found: CostBreakdown) -> str:
     """A bill taken apart, as a table."""
     body = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>"
-        for line in told_lines(found)
+        for line in statement_lines(found)
     )
     top = "<tr><th></th><th>figure</th><th></th></tr>"
     return f"<table><thead>{top}</thead><tbody>{body}</tbody></table>"

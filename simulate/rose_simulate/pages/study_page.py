@@ -47,10 +47,12 @@ class StudyPage:
 
 
 def page(
-    name: str, title: str, says: str, found: Sequence[Result | FleetResult], chosen: str = ""
+    name: str, title: str, summary: str, found: Sequence[Result | FleetResult], chosen: str = ""
 ) -> StudyPage:
     """The page of one study; ``chosen`` are the flags that made it."""
-    made = StudyPage(f"# Study {title}\n\n{says} Made by `rose simulate study {name}{chosen}`.\n")
+    made = StudyPage(
+        f"# Study {title}\n\n{summary} Made by `rose simulate study {name}{chosen}`.\n"
+    )
     if name in _BRIEF:
         _brief([one for one in found if isinstance(one, Result)], made)
         return made
@@ -67,9 +69,10 @@ def page(
 
 def _brief(found: Sequence[Result], made: StudyPage) -> None:
     """Production against the paper's rules, and what a trainer that streams brings each regime."""
-    told = dict.fromkeys((one.seconds, one.seeds) for one in found)
+    listed = dict.fromkeys((one.seconds, one.seeds) for one in found)
     made.text += "".join(
-        f"\n{seconds:g} s counted, seeds {', '.join(map(str, seeds))}.\n" for seconds, seeds in told
+        f"\n{seconds:g} s counted, seeds {', '.join(map(str, seeds))}.\n"
+        for seconds, seeds in listed
     )
     made.text += (
         "\n## `ours`\n\nRatios of useful tokens, paired by seed, with 95 % intervals. Of the "
@@ -280,9 +283,9 @@ def _affinity(one: Result) -> str:
             shown.setdefault(row.regime, []).append(ratios)
     if not shown:
         return ""
-    told = ", ".join(f"`{who}` {' / '.join(ratios)}" for who, ratios in shown.items())
+    listed = ", ".join(f"`{who}` {' / '.join(ratios)}" for who, ratios in shown.items())
     head = "Prompt tokens computed per output token, on dedicated and on borrowed engines"
-    return f"\n{head}: {told}.\n"
+    return f"\n{head}: {listed}.\n"
 
 
 def _refilled(one: Result) -> str:

@@ -36,7 +36,7 @@ class FleetResult(msgspec.Struct, frozen=True):
 
 
 def run_fleet(
-    told: FleetScenario,
+    scenario: FleetScenario,
     material: SimulationInputs,
     progress: Callable[[FleetOutcome], None],
     derates: Sequence[float] = (),
@@ -45,32 +45,32 @@ def run_fleet(
     """Every derate (empty: the scenario's), regime and seed.
 
     Args:
-        told: the fleet.
+        scenario: the fleet.
         material: traces.
         progress: told of every run that is over.
         derates: empty = the scenario's.
         loads: requests per second at which a replica is simulated by events; empty = ``LOADS``.
     """
     outcomes: list[FleetOutcome] = []
-    for derate in derates or (told.derate,):
-        here = told.model_copy(update={"derate": derate})
-        alone = {seed: alone_of(here, material, seed, loads) for seed in told.seeds}
+    for derate in derates or (scenario.derate,):
+        here = scenario.model_copy(update={"derate": derate})
+        alone = {seed: alone_of(here, material, seed, loads) for seed in scenario.seeds}
         known: dict[tuple[RegimeRules, int], tuple[Curve, ...]] = {}
-        for regime in told.regimes:
+        for regime in scenario.regimes:
             # A replica that is lent gives the same whoever decided to lend it.
             rules = replace(RULES[regime], by_demand=True)
-            for seed in told.seeds:
+            for seed in scenario.seeds:
                 if (rules, seed) not in known:
                     known[rules, seed] = curves_of(
                         here, regime, material, seed, alone=alone[seed], loads=loads
                     )
                 outcomes.append(run_bins(here, regime, seed, material, known[rules, seed]))
                 progress(outcomes[-1])
-    return FleetResult(told.name, tuple(outcomes))
+    return FleetResult(scenario.name, tuple(outcomes))
 
 
 def run_bins(
-    told: FleetScenario,
+    scenario: FleetScenario,
     regime: Regime,
     seed: int,
     material: SimulationInputs,
@@ -78,11 +78,13 @@ def run_bins(
 ) -> FleetOutcome:
     """One run, whose replicas give what the curves say."""
     fleet = FleetRun(
-        told,
+        scenario,
         regime,
         seed,
         curves=curves,
-        dedicated=dedicated_tokens_per_s(told.jobs.job, told.derate, material.episodes, seed),
+        dedicated=dedicated_tokens_per_s(
+            scenario.jobs.job, scenario.derate, material.episodes, seed
+        ),
         traces=material.traces,
         episodes=material.episodes,
         shapes=material.shapes,
@@ -123,22 +125,22 @@ def won(result: FleetResult, ones: Sequence[FleetOutcome]) -> tuple[float, float
 
 
 def alone_of(
-    told: FleetScenario, material: SimulationInputs, seed: int, loads: Sequence[float] = ()
+    scenario: FleetScenario, material: SimulationInputs, seed: int, loads: Sequence[float] = ()
 ) -> list[Alone]:
     """Each kind of service with nothing lent."""
     return [
         by_itself(
-            Lender(one.service, told.jobs.job, Regime.FIXED, told.derate),
+            Lender(one.service, scenario.jobs.job, Regime.FIXED, scenario.derate),
             loads=loads or LOADS,
             trace=material.traces[one.service.load.trace],
             seed=seed,
         )
-        for one in told.services
+        for one in scenario.services
     ]
 
 
 def curves_of(
-    told: FleetScenario,
+    scenario: FleetScenario,
     regime: Regime,
     material: SimulationInputs,
     seed: int,
@@ -149,14 +151,14 @@ def curves_of(
     """Each kind of service when lent; drawn with the run's seed, as they hold its randomness."""
     return tuple(
         curve(
-            Lender(one.service, told.jobs.job, regime, told.derate),
+            Lender(one.service, scenario.jobs.job, regime, scenario.derate),
             loads=loads or LOADS,
             trace=material.traces[one.service.load.trace],
             pool=material.episodes,
             seed=seed,
             alone=known,
         )
-        for one, known in zip(told.services, alone, strict=True)
+        for one, known in zip(scenario.services, alone, strict=True)
     )
 
 

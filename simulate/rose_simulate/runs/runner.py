@@ -48,8 +48,8 @@ class Case:
     def key(self, regime: Regime) -> str:
         """What the result depends on: what co-running costs is nothing to who never co-runs."""
         idle = {"interference"} if RULES[regime].lends is LendingMode.NOTHING else set[str]()
-        told = self.scenario.model_dump_json(exclude=_NOT_OF_A_RUN | idle)
-        return f"{self.seed}/{regime}/{told}"
+        document = self.scenario.model_dump_json(exclude=_NOT_OF_A_RUN | idle)
+        return f"{self.seed}/{regime}/{document}"
 
 
 class Runner:

@@ -165,7 +165,7 @@ def rollout_of(
     return EngineSize(weights, max(1, shape.per_token), kv_tokens, besides, state=state)
 
 
-def _in_words(size: EngineSize, *, measured: bool) -> str:
+def _phrase(size: EngineSize, *, measured: bool) -> str:
     state = f", states {in_gib(size.state)}" if size.state else ""
     return (
         f"A rollout engine takes {in_gib(size.total)} of one GPU: weights {in_gib(size.weights)}, "
@@ -177,7 +177,7 @@ def _in_words(size: EngineSize, *, measured: bool) -> str:
 def show_changes(found: Sequence[SettingChange], size: EngineSize, *, measured: bool) -> str:
     """What each setting would change, as a table."""
     lines = [
-        _in_words(size, measured=measured),
+        _phrase(size, measured=measured),
         "",
         f"{'setting':<34} {'lends':<10} {'engine takes':<13} {'fits':<5} the owner gives up",
     ]
@@ -203,7 +203,7 @@ def show(options: argparse.Namespace, rows: tuple[Setting, ...], size: EngineSiz
     sglang = options.engine is ServingEngineKind.SGLANG
     flag = "--mem-fraction-static" if sglang else "--gpu-memory-utilization"
     lines = [
-        _in_words(size, measured=options.rollout_besides is not None),
+        _phrase(size, measured=options.rollout_besides is not None),
         "",
         f"{flag:<24} {'lends (first hour)':<24} {'rollout fits':<20} "
         f"{'KV tokens of serving':<28} requests of {options.request_tokens} at once",

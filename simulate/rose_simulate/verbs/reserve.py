@@ -68,10 +68,10 @@ def levels(
     for rate in rates:
         load = service.load.model_copy(update={"requests_per_s": rate})
         services = (service.model_copy(update={"load": load}),)
-        told = scenario.model_copy(
+        chosen = scenario.model_copy(
             update={"services": services, "regimes": (Regime.FIXED, Regime.FULL_MEMORY)}
         )
-        answers = runner.run([Case(told, seed) for seed in told.seeds], material, progress)
+        answers = runner.run([Case(chosen, seed) for seed in chosen.seeds], material, progress)
         kept, full = (_felt([ones[n].services[0] for ones in answers]) for n in (0, 1))
         found.append(LoadLevel(rate, kept, full))
     return found
@@ -131,13 +131,14 @@ def table(found: Sequence[LoadLevel], scenario: Scenario) -> str:
         admitted([(one.requests_per_s, felt(one).late_share) for one in found], allowed)
         for felt in (_kept, _full)
     ]
-    told = ["outside of what was tried" if one is None else f"{one:.1f}/s" for one in loads]
+    shown = ["outside of what was tried" if one is None else f"{one:.1f}/s" for one in loads]
     value = worth(found, allowed, share)
     priced = "unknown" if value is None else f"{value:.2f} of a GPU's price"
     lines += [
         "",
-        f"Admitted load at {allowed:.0%} late: {told[0]} with {service.serving_memory_share:.0%} "
-        f"of the memory, {told[1]} with {share:.0%} more. All of a GPU's memory is worth {priced}.",
+        f"Admitted load at {allowed:.0%} late: {shown[0]} with {service.serving_memory_share:.0%} "
+        f"of the memory, {shown[1]} with {share:.0%} more. "
+        f"All of a GPU's memory is worth {priced}.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -169,23 +170,23 @@ def main(argv: list[str]) -> int:
     asked = {name: getattr(options, name) for name in ("seeds", "seconds", "derate")}
     runner = Runner(1, options.keep)
     try:
-        told = read_scenario(options.scenario)
-        if not isinstance(told, Scenario) or len(told.services) != 1:
+        chosen = read_scenario(options.scenario)
+        if not isinstance(chosen, Scenario) or len(chosen.services) != 1:
             message = f"{options.scenario}: give a scenario of single events with one service"
             raise ScenarioError(message)
-        told = changed(told, asked)
+        chosen = changed(chosen, asked)
         rates = sorted(set(options.rates))
-        material = read_material(options.scenario, told)
-        found = levels(told, material, rates, runner, _progress)
+        material = read_material(options.scenario, chosen)
+        found = levels(chosen, material, rates, runner, _progress)
     except SimulationError as error:
         sys.stderr.write(f"rose simulate reserve: {error}\n")
         return 1
     finally:
         runner.close()
     options.out.mkdir(parents=True, exist_ok=True)
-    path: Path = options.out / f"reserve-{told.name}.json"
+    path: Path = options.out / f"reserve-{chosen.name}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    sys.stdout.write(f"{table(found, told)}\nwritten to {path}\n")
+    sys.stdout.write(f"{table(found, chosen)}\nwritten to {path}\n")
     return 0
 
 

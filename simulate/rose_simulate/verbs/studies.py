@@ -70,12 +70,12 @@ class Study:
         regimes: empty = those of the scenario.
         derates: what is shown at one may not hold at another; empty = the scenario's alone.
         band: what co-running costs; empty = the scenario's alone.
-        says: what the study is for, for the page.
+        summary: what the study is for, for the page.
     """
 
     title: str
     scenarios: tuple[str, ...]
-    says: str
+    summary: str
     regimes: tuple[Regime, ...] = ()
     derates: tuple[float, ...] = DERATES
     band: tuple[Interference, ...] = BAND
@@ -282,21 +282,21 @@ def run_study(chosen: Study, folder: Path, options: argparse.Namespace, runner: 
 def _run(
     chosen: Study, path: Path, options: argparse.Namespace, runner: Runner
 ) -> Result | FleetResult:
-    told = read_scenario(path)
+    setup = read_scenario(path)
     changes = {"seeds": options.seeds, "seconds": options.seconds}
-    told = changed(told, changes | {"regimes": chosen.regimes or None})
-    material = read_material(path, told)
-    derates: Sequence[float] = options.derate or chosen.derates or (told.derate,)
-    if isinstance(told, FleetScenario):
+    setup = changed(setup, changes | {"regimes": chosen.regimes or None})
+    material = read_material(path, setup)
+    derates: Sequence[float] = options.derate or chosen.derates or (setup.derate,)
+    if isinstance(setup, FleetScenario):
         loads = sorted(options.loads or ())
-        return run_fleet(told, material, lambda one: _progress(told.name, one), derates, loads)
-    name = told.name
+        return run_fleet(setup, material, lambda one: _progress(setup.name, one), derates, loads)
+    name = setup.name
     asked = [
         Interference(serving_slowdown=serving, rollout_slowdown=rollout)
         for serving, rollout in options.slower or ()
     ]
-    band = asked or (chosen.band if told.interference == Interference() else ())
-    return study(told, material, derates, lambda one: _progress(name, one), runner, band=band)
+    band = asked or (chosen.band if setup.interference == Interference() else ())
+    return study(setup, material, derates, lambda one: _progress(name, one), runner, band=band)
 
 
 def _flags(options: argparse.Namespace) -> str:
@@ -372,7 +372,7 @@ def _one(name: str, options: argparse.Namespace, runner: Runner) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"study-{name}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
-    made = page(name, chosen.title, chosen.says, found, _flags(options))
+    made = page(name, chosen.title, chosen.summary, found, _flags(options))
     sys.stdout.write(f"{made.text}\nwritten to {path}\n")
     if options.pages:
         options.pages.mkdir(parents=True, exist_ok=True)

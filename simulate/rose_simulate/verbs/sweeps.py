@@ -100,13 +100,13 @@ def bursts(
             )
             for one in scenario.services
         )
-        told = scenario.model_copy(update={"services": services})
-        answers = runner.run([Case(told, seed) for seed in told.seeds], material, progress)
+        chosen = scenario.model_copy(update={"services": services})
+        answers = runner.run([Case(chosen, seed) for seed in chosen.seeds], material, progress)
         alone = [ones[0].services for ones in answers]
         others = [one for ones in answers for one in ones[1:]]
         by_seed = {
             regime.value: [one.added_violations for one in others if one.regime == regime]
-            for regime in told.regimes
+            for regime in chosen.regimes
             if regime is not Regime.FIXED
         }
         worst = {
@@ -120,7 +120,7 @@ def bursts(
                 ),
                 key=lambda three: three[-1],
             )
-            for regime in (Regime.FIXED, *told.regimes)
+            for regime in (Regime.FIXED, *chosen.regimes)
         }
         found.append(
             Burst(
@@ -149,13 +149,13 @@ def loans(
     before: list[float] = []
     for count in counts:
         lends = count > 0
-        told = scenario.model_copy(
+        chosen = scenario.model_copy(
             update={
                 "jobs": (job.model_copy(update={"borrowed": count}),),
                 "regimes": (Regime.FIXED, Regime.OURS_HELD) if lends else (Regime.FIXED,),
             }
         )
-        answers = runner.run([Case(told, seed) for seed in told.seeds], material, progress)
+        answers = runner.run([Case(chosen, seed) for seed in chosen.seeds], material, progress)
         last = [ones[-1] for ones in answers]
         useful = sum(one.useful_tokens_per_s for one in last) / len(last)
         won = [
@@ -210,14 +210,14 @@ def slots_table(found: Sequence[Loan]) -> str:
     for one in found:
         slower = "" if one.slower_5 is None else f"{one.slower_5:.0%}"
         lines.append(
-            f"| {one.slots} | {one.useful_tokens_per_s:.0f} | {_told(one.engines)} "
-            f"| {_told(one.marginal)} | {one.open_hours:.2f} | {_told(one.ttft_paired)} "
+            f"| {one.slots} | {one.useful_tokens_per_s:.0f} | {_cell(one.engines)} "
+            f"| {_cell(one.marginal)} | {one.open_hours:.2f} | {_cell(one.ttft_paired)} "
             f"| {slower} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def _told(value: Interval | None) -> str:
+def _cell(value: Interval | None) -> str:
     return "" if value is None else f"{value.mean:.2f}{_bounds(value, '.2f')}"
 
 
@@ -260,13 +260,13 @@ def _main(verb: str, argv: list[str]) -> int:
     asked = {name: getattr(options, name) for name in ("seeds", "seconds", "derate")}
     runner = Runner(1, options.keep)
     try:
-        told = read_scenario(options.scenario)
-        if not isinstance(told, Scenario):
+        chosen = read_scenario(options.scenario)
+        if not isinstance(chosen, Scenario):
             sys.stderr.write(f"{options.scenario}: is a fleet; give a scenario of single events\n")
             return 2
-        told = changed(told, asked | {"regimes": RULES if verb == "frontier" else None})
-        material = read_material(options.scenario, told)
-        path, shown = _run(verb, told, material, options, runner)
+        chosen = changed(chosen, asked | {"regimes": RULES if verb == "frontier" else None})
+        material = read_material(options.scenario, chosen)
+        path, shown = _run(verb, chosen, material, options, runner)
     except SimulationError as error:
         sys.stderr.write(f"{error}\n")
         return 1
@@ -278,7 +278,7 @@ def _main(verb: str, argv: list[str]) -> int:
 
 def _run(
     verb: str,
-    told: Scenario,
+    chosen: Scenario,
     material: SimulationInputs,
     options: argparse.Namespace,
     runner: Runner,
@@ -287,13 +287,13 @@ def _run(
     found: list[Burst] | list[Loan]
     if verb == "frontier":
         loads = [(size, prompt) for prompt in options.prompts for size in options.sizes]
-        burst = bursts(told, material, loads, runner, _progress)
+        burst = bursts(chosen, material, loads, runner, _progress)
         found, shown = burst, frontier_table(burst)
     else:
-        loan = loans(told, material, sorted(set(options.slots)), runner, _progress)
+        loan = loans(chosen, material, sorted(set(options.slots)), runner, _progress)
         found, shown = loan, slots_table(loan)
     options.out.mkdir(parents=True, exist_ok=True)
-    path: Path = options.out / f"{verb}-{told.name}.json"
+    path: Path = options.out / f"{verb}-{chosen.name}.json"
     path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     return path, shown
 

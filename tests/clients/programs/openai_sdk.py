@@ -53,8 +53,8 @@ def responses(chained):
             {"type": "function_call_output", "call_id": one.call_id, "output": run(one.arguments)}
             for one in calls
         ]
-        told = [item.model_dump(exclude_none=True) for item in answer.output]
-        given = outputs if chained else [*given, *told, *outputs]
+        output = [item.model_dump(exclude_none=True) for item in answer.output]
+        given = outputs if chained else [*given, *output, *outputs]
         before = answer.id if chained else None
 
 

@@ -137,9 +137,9 @@ async def ends_of_the_server(url, cut):
             pass
         first.transport.abort()  # before its client was given anything
     async with connect(inside) as second:
-        said = [await second.recv() for _ in range(4)]
-        assert said[2] == "the last answer", said
-        assert json.loads(said[3])["closed"] == [4000, "as asked"], said
+        found = [await second.recv() for _ in range(4)]
+        assert found[2] == "the last answer", found
+        assert json.loads(found[3])["closed"] == [4000, "as asked"], found
         await second.send('{"given": 1, "close": true}')
     async with connect(url) as line:
         await line.send("die")

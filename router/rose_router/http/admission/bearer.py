@@ -172,13 +172,13 @@ class Tokens:
             if known.generation == accounts.generation and accounts.now() < known.expires:
                 return known.caller
             del self._known[token]
-        for word in ("lease", "turns"):
-            account = accounts.account_of(token, f"rose-{word}/{self._lease}")
+        for audience in ("lease", "turns"):
+            account = accounts.account_of(token, f"rose-{audience}/{self._lease}")
             if account is None:
                 continue
             # Another namespace could ask for this audience as well: it is the lease's that counts.
             if account.name.partition("/")[0] == self._lease.partition("/")[0] != "":
-                made = Caller(f"serviceaccount {account.name}", "", limited=word == "turns")
+                made = Caller(f"serviceaccount {account.name}", "", limited=audience == "turns")
                 while len(self._known) >= _MOST_KNOWN:
                     del self._known[next(iter(self._known))]
                 self._known[token] = _Known(made, accounts.generation, account.expires)

@@ -43,13 +43,13 @@ def _message(given: object, field: str) -> Message:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         message = f"{field}: expected an object with a role"
         raise InvalidTurn(message)
-    made = {**given, "content": _words(given.get("content"), f"{field}.content")}
+    made = {**given, "content": _text_of(given.get("content"), f"{field}.content")}
     if given.get("tool_calls"):
         made["tool_calls"] = _calls(given["tool_calls"], f"{field}.tool_calls")
     return made
 
 
-def _words(content: object, field: str) -> str:
+def _text_of(content: object, field: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):

@@ -28,7 +28,7 @@ from rose_router.http.conversations.conversation import Message
 from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.turn import Turn
 
-_NOT_TOLD = frozenset({"", "abort"})
+_UNFINISHED = frozenset({"", "abort"})
 """Turns that were cut short: their callers ask again."""
 
 EXPERTS = "routed_experts"
@@ -63,7 +63,7 @@ class Conversation:
     session: str = ""
 
     @cached_property
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """For replies; a stream says it with every event."""
         return {
             "messages": len(self.match.digests),
@@ -161,7 +161,7 @@ class History:
             semantics: which distribution its log-probs belong to.
         """
         shown, finish = turn.shown(), str((turn.finish or {}).get("type", ""))
-        if not shown.tokens or turn.abandoned or finish in _NOT_TOLD:
+        if not shown.tokens or turn.abandoned or finish in _UNFINISHED:
             return
         if conversation.begun:
             answer = {**answer, "content": conversation.begun + str(answer.get("content") or "")}

@@ -200,30 +200,30 @@ def message_of(text: str, body: Mapping[str, Any], rid: str) -> dict[str, Any]:
     if not body.get("tools") or body.get("tool_choice") == "none":
         return {"role": "assistant", "content": text}
     if forced_by(body) is not None:
-        calls, words = calls_of(text), ""
+        calls, texts = calls_of(text), ""
     else:
-        calls, words = _called(text)
+        calls, texts = _called(text)
     if not calls:
         return {"role": "assistant", "content": text}
     named = [{"id": f"call_{rid}_{number}", **call} for number, call in enumerate(calls)]
-    return {"role": "assistant", "content": words or None, "tool_calls": named}
+    return {"role": "assistant", "content": texts or None, "tool_calls": named}
 
 
 def _called(text: str) -> tuple[list[dict[str, Any]], str]:
     """Calls, and the words around them; what is no call stays among the words."""
-    calls, words, place = [], [], 0
+    calls, texts, place = [], [], 0
     while (begun := text.find(TOOL_BEGINS, place)) >= 0:
         ended = text.find(TOOL_ENDS, begun)
         if ended < 0:
             break
         call = _call(text[begun + len(TOOL_BEGINS) : ended])
         ended += len(TOOL_ENDS)
-        words.append(text[place : begun if call else ended])
+        texts.append(text[place : begun if call else ended])
         calls += [call] if call else []
         place = ended
-    words.append(text[place:])
+    texts.append(text[place:])
     # What a stream has shown already stays as it is: words up to the first call.
-    return calls, "\n".join(filter(None, (word.rstrip() for word in words)))
+    return calls, "\n".join(filter(None, (one.rstrip() for one in texts)))
 
 
 def _call(text: str) -> dict[str, Any] | None:
@@ -238,9 +238,9 @@ def _call(text: str) -> dict[str, Any] | None:
     return {"type": "function", "function": function}
 
 
-def _no_number(word: str) -> NoReturn:
+def _no_number(constant: str) -> NoReturn:
     """NaN and the infinities are no JSON, and no client reads them."""
-    raise ValueError(word)
+    raise ValueError(constant)
 
 
 def whole_text(text: str) -> str:
@@ -248,7 +248,7 @@ def whole_text(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def shown_words(text: str, body: Mapping[str, Any]) -> str:
+def shown_text(text: str, body: Mapping[str, Any]) -> str:
     """What of a growing answer may be streamed as words: nothing that may become a tool's call."""
     if not body.get("tools"):
         return text

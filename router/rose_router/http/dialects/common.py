@@ -126,19 +126,19 @@ _KINDS = {
 }
 
 
-def _in_words(kinds: list[str]) -> str:
+def _phrase(kinds: list[str]) -> str:
     asked = [_KINDS.get(kind, kind) for kind in kinds if kind != "null" or len(kinds) == 1]
     return " or ".join(asked)
 
 
-def _complaint(said: str, field: str) -> str:
+def _complaint(complaint: str, field: str) -> str:
     """What msgspec says of a field, the field first."""
-    found = _PATH.search(said)
+    found = _PATH.search(complaint)
     path = found[1] if found is not None else ""
     named = f"{field}.{path}" if field and path and path[0] != "[" else field + path
-    said = said[: found.start()] if found is not None else said
-    said = _KIND.sub(lambda kinds: _in_words(kinds[1].split(" | ")), said)
-    return f"{named}: {said[:1].lower()}{said[1:]}" if named else said
+    complaint = complaint[: found.start()] if found is not None else complaint
+    complaint = _KIND.sub(lambda kinds: _phrase(kinds[1].split(" | ")), complaint)
+    return f"{named}: {complaint[:1].lower()}{complaint[1:]}" if named else complaint
 
 
 def ours(body: Mapping[str, Any]) -> dict[str, Any]:

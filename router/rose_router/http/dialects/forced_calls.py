@@ -72,7 +72,7 @@ def calls_of(text: str) -> list[dict[str, Any]]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    told = found if isinstance(found, list) else []
+    listed = found if isinstance(found, list) else []
     return [
         {
             "type": "function",
@@ -81,7 +81,7 @@ def calls_of(text: str) -> list[dict[str, Any]]:
                 "arguments": json.dumps(one.get("parameters", {}), ensure_ascii=False),
             },
         }
-        for one in told
+        for one in listed
         if isinstance(one, dict) and isinstance(one.get("name"), str)
     ]
 

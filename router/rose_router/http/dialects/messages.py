@@ -145,7 +145,10 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """
     asked = read_as(without_nulls(body), MessagesRequest)
     made: dict[str, Any] = {
-        "messages": [*_system(asked), *(one for said in asked.messages for one in _messages(said))],
+        "messages": [
+            *_system(asked),
+            *(one for entry in asked.messages for one in _messages(entry)),
+        ],
         "max_tokens": asked.max_tokens,
         "stop": asked.stop_sequences or None,
         "stream": asked.stream,
@@ -173,11 +176,11 @@ def _system(asked: MessagesRequest) -> Iterator[dict[str, Any]]:
         yield {"role": "system", "content": "\n".join(texts)}
 
 
-def _messages(said: Message) -> Iterator[dict[str, Any]]:
+def _messages(entry: Message) -> Iterator[dict[str, Any]]:
     blocks: list[Block] = (
-        [TextBlock(said.content)] if isinstance(said.content, str) else said.content
+        [TextBlock(entry.content)] if isinstance(entry.content, str) else entry.content
     )
-    if said.role == "assistant":
+    if entry.role == "assistant":
         yield _answer(blocks)
         return
     texts: list[str] = []
@@ -192,10 +195,10 @@ def _messages(said: Message) -> Iterator[dict[str, Any]]:
                     "content": _result(block),
                 }
             case _:
-                message = f"messages: a {said.role}'s message holds {type(block).__name__}"
+                message = f"messages: a {entry.role}'s message holds {type(block).__name__}"
                 raise InvalidTurn(message)
     if texts or not blocks:
-        yield {"role": said.role, "content": "\n".join(texts)}
+        yield {"role": entry.role, "content": "\n".join(texts)}
 
 
 def _answer(blocks: list[Block]) -> dict[str, Any]:

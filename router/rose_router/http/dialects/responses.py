@@ -101,7 +101,7 @@ class ReadResponses:
     Attributes:
         asked: as it came.
         chat: what it is as a chat.
-        said: its conversation without the request's own instructions.
+        history: its conversation without the request's own instructions.
         tools: as they came.
         custom: names of tools that take a text.
         not_shown: types of tools that nobody here runs.
@@ -109,7 +109,7 @@ class ReadResponses:
 
     asked: ResponsesRequest
     chat: dict[str, Any]
-    said: list[Message]
+    history: list[Message]
     tools: list[Any]
     custom: frozenset[str]
     not_shown: tuple[str, ...]
@@ -126,17 +126,17 @@ def read(body: Mapping[str, Any], before: Sequence[Message] = ()) -> ReadRespons
 
     Args:
         body: of the request.
-        before: the conversation it goes on from (``said``): instructions are each request's own.
+        before: the conversation it goes on from (``history``): instructions are each request's own.
 
     Raises:
         InvalidTurn: it is none; names the field.
     """
     asked = read_as(without_nulls(body), ResponsesRequest)
     items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else None
-    said = [*before, *_messages(asked.input if items is None else items)]  # type: ignore[arg-type]
+    history = [*before, *_messages(asked.input if items is None else items)]  # type: ignore[arg-type]
     tools = asked.tools or []
     chat = {
-        "messages": _with_instructions(asked.instructions, said),
+        "messages": _with_instructions(asked.instructions, history),
         "max_tokens": asked.max_output_tokens,
         "stream": bool(asked.stream),
         "temperature": asked.temperature,
@@ -154,7 +154,7 @@ def read(body: Mapping[str, Any], before: Sequence[Message] = ()) -> ReadRespons
     return ReadResponses(
         asked,
         {name: value for name, value in chat.items() if value is not None} | ours(body),
-        said,
+        history,
         body.get("tools") or [],
         frozenset(one.name for one in tools if one.type == "custom"),
         tuple(sorted({one.type for one in tools} - {"function", "custom"})),
@@ -173,7 +173,7 @@ def _messages(items: Iterable[Mapping[str, Any]]) -> Iterator[Message]:
     """Items as messages; what a model wrote in several is one answer."""
     answer: Message | None = None
     for index, item in enumerate(items):
-        kind, where = _word(item.get("type", "message")), f"input[{index}]"
+        kind, where = _string(item.get("type", "message")), f"input[{index}]"
         part = _part_of_answer(kind, item, where)
         if part is not None:
             answer = part if answer is None else _joined(answer, part)
@@ -224,7 +224,7 @@ def _other(kind: object, item: Mapping[str, Any], where: str) -> Message:
     if kind in {"function_call_output", "custom_tool_call_output"}:
         text = _text(item.get("output"), f"{where}.output")
         return {"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": text}
-    role = _word(item.get("role"))
+    role = _string(item.get("role"))
     if kind != "message" or role not in _SYSTEM | {"user"}:
         message = f"{where}: {kind!r:.60} of role {role!r:.40} is nothing that can be answered here"
         raise InvalidTurn(message)
@@ -232,7 +232,7 @@ def _other(kind: object, item: Mapping[str, Any], where: str) -> Message:
     return {"role": "system" if role in _SYSTEM else "user", "content": text}
 
 
-def _word(value: object) -> str:
+def _string(value: object) -> str:
     """A type or a role; anything else than text is none that is known."""
     return value if isinstance(value, str) else shown(value, 60)
 
@@ -245,7 +245,7 @@ def _text(content: object, where: str, kinds: frozenset[str] = _TEXTS) -> str:
         raise InvalidTurn(message)
     texts = []
     for index, part in enumerate(content):
-        kind = _word(part.get("type")) if isinstance(part, dict) else type(part).__name__
+        kind = _string(part.get("type")) if isinstance(part, dict) else type(part).__name__
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
         if kind not in kinds or not isinstance(text, str):
             message = f"{where}[{index}]: {kind!r:.60} is no text; a turn is continued from tokens"
@@ -268,7 +268,7 @@ def _tool(one: ToolDefinition) -> dict[str, Any]:
 
 
 def _choice(asked: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    if isinstance(asked, dict) and _word(asked.get("type")) in {"function", "custom"}:
+    if isinstance(asked, dict) and _string(asked.get("type")) in {"function", "custom"}:
         return {"type": "function", "function": {"name": asked.get("name")}}
     return asked
 

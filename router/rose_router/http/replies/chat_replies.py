@@ -49,15 +49,15 @@ class ChatReplies:
 
     def events(self, turn: Turn, index: int = 0) -> Events:
         """Pieces as they come; calls of tools whole, at the end."""
-        tokens = words = 0
+        tokens = characters = 0
         over, first = False, True
         while not over:
             over = turn.is_over
             typed_abort(turn)
             shown = turn.shown()
             message = self._message(turn, shown) if over else {}
-            text = self._words(turn, shown, message)
-            delta: dict[str, Any] = {"content": text[words:]}
+            text = self._text(turn, shown, message)
+            delta: dict[str, Any] = {"content": text[characters:]}
             if first:
                 delta["role"] = "assistant"
                 first = False
@@ -66,7 +66,7 @@ class ChatReplies:
                 delta["tool_calls"] = [{"index": place, **call} for place, call in calls]
             choice = self._beside(turn, shown, tokens)
             choice |= {"index": index, "delta": delta, "finish_reason": self._finish(turn, message)}
-            tokens, words = len(shown.tokens), max(words, len(text))
+            tokens, characters = len(shown.tokens), max(characters, len(text))
             piece = self._frame(turn, "chat.completion.chunk", [choice])
             alone = over and len(self._ask.turns) == 1  # several are counted together
             yield piece | ({"usage": parts.usage([turn])} if alone else {})
@@ -92,17 +92,17 @@ class ChatReplies:
         text = parts.text_of(turn, shown, self._tokenizer)
         return chat.message_of(text, self._body, turn.request.rid)
 
-    def _words(self, turn: Turn, shown: VisibleOutput, message: Mapping[str, Any]) -> str:
+    def _text(self, turn: Turn, shown: VisibleOutput, message: Mapping[str, Any]) -> str:
         if message:
             return str(message["content"] or "")
         text = parts.text_of(turn, shown, self._tokenizer)
         # A character that is not whole yet will look different in the next event.
-        return chat.shown_words(text, self._body).rstrip("\ufffd")
+        return chat.shown_text(text, self._body).rstrip("\ufffd")
 
     @staticmethod
     def _finish(turn: Turn, message: Mapping[str, Any]) -> str | None:
-        word = parts.finish_word(turn.finish)
-        return "tool_calls" if word == "stop" and message.get("tool_calls") else word
+        reason = parts.finish_reason(turn.finish)
+        return "tool_calls" if reason == "stop" and message.get("tool_calls") else reason
 
     def _beside(self, turn: Turn, shown: VisibleOutput, since: int) -> dict[str, Any]:
         ids = shown.tokens[since:]

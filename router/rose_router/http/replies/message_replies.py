@@ -26,7 +26,7 @@ ERRORS: Mapping[int, str] = {
 
 Event = dict[str, Any]
 
-_BLOCKS = {Part.THOUGHTS: "thinking", Part.WORDS: "text"}
+_BLOCKS = {Part.THOUGHTS: "thinking", Part.TEXT: "text"}
 
 
 def error_json(status: int, message: str, reason: str) -> dict[str, Any]:
@@ -79,18 +79,18 @@ class MessageReplies:
         index, over = -1, False
         while not over:
             over = turn.is_over
-            said: list[Event] = []
+            events: list[Event] = []
             for piece in self._reader.pieces():
                 name = _BLOCKS[piece.part]
                 if piece.begins:
-                    said += _stop(index)
+                    events += _stop(index)
                     index += 1
-                    said.append(_start(index, _empty(name)))
+                    events.append(_start(index, _empty(name)))
                 delta = {"type": f"{name}_delta", name: piece.text}
-                said.append({"type": "content_block_delta", "index": index, "delta": delta})
+                events.append({"type": "content_block_delta", "index": index, "delta": delta})
             if over:
-                said += self._last(index)
-            yield said
+                events += self._last(index)
+            yield events
 
     def _last(self, index: int) -> Iterator[Event]:
         turn, output = self._turn, self._reader.read()
@@ -137,8 +137,8 @@ class MessageReplies:
 def _blocks(output: ModelOutput) -> Iterator[Event]:
     if output.thoughts:
         yield {**_empty("thinking"), "thinking": output.thoughts}
-    if output.words:
-        yield {**_empty("text"), "text": output.words}
+    if output.text:
+        yield {**_empty("text"), "text": output.text}
     yield from _calls(output)
 
 

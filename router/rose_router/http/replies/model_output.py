@@ -31,17 +31,17 @@ class ModelOutput:
 
     Attributes:
         thoughts: without their marks.
-        words: what is said.
+        text: what is said.
         calls: of tools, in OpenAI's form; only once the turn is over.
     """
 
     thoughts: str
-    words: str
+    text: str
     calls: tuple[Mapping[str, Any], ...] = ()
 
     def message(self) -> Message:
         """As an assistant's message of a conversation."""
-        message: Message = {"role": "assistant", "content": self.words}
+        message: Message = {"role": "assistant", "content": self.text}
         if self.thoughts:
             message["reasoning_content"] = self.thoughts
         if self.calls:
@@ -53,7 +53,7 @@ class Part(Enum):
     """What is told piece by piece; calls are told whole."""
 
     THOUGHTS = "thoughts"
-    WORDS = "words"
+    TEXT = "words"
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,20 @@ class OutputReader:
         self._opened = end.rstrip().endswith(_OPEN)
         self._whole: ModelOutput | None = None
         self._part: Part | None = None
-        self._told = 0
+        self._shown = 0
 
     def pieces(self) -> Iterator[Piece]:
         """What may be shown now and was not yet: thoughts first, and none once there are words."""
         output = self.read()
-        for kind, text in ((Part.THOUGHTS, output.thoughts), (Part.WORDS, output.words)):
-            if not text or (kind is Part.THOUGHTS and self._part is Part.WORDS):
+        for kind, text in ((Part.THOUGHTS, output.thoughts), (Part.TEXT, output.text)):
+            if not text or (kind is Part.THOUGHTS and self._part is Part.TEXT):
                 continue
             begins = kind is not self._part
             if begins:
-                self._part, self._told = kind, 0
-            if begins or len(text) > self._told:
-                yield Piece(kind, text[self._told :], begins)
-                self._told = len(text)
+                self._part, self._shown = kind, 0
+            if begins or len(text) > self._shown:
+                yield Piece(kind, text[self._shown :], begins)
+                self._shown = len(text)
 
     def read(self) -> ModelOutput:
         """What may be shown now."""
@@ -105,7 +105,7 @@ class OutputReader:
         thoughts, rest = split_thoughts(text, opened=self._opened, over=over)
         if not over:
             # A character that is not whole yet will look different in the next event.
-            shown = chat.shown_words(rest, self._body).rstrip("\ufffd")
+            shown = chat.shown_text(rest, self._body).rstrip("\ufffd")
             return ModelOutput(thoughts.rstrip("\ufffd"), shown)
         message = chat.message_of(rest, self._body, turn.request.rid)
         calls = tuple(message.get("tool_calls", ()))

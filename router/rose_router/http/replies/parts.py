@@ -36,17 +36,17 @@ _OWN_KV = Kv.OWN  # named once: an enum's member is slow to find
 
 def spans_json(spans: Sequence[TokenSpan], labels: Mapping[str, str]) -> list[dict[str, Any]]:
     """Ordered spans as they stand in replies; ``label`` where the trainer has its own name."""
-    told: list[dict[str, Any]]
+    rows: list[dict[str, Any]]
     if len(spans) == 1:  # the usual case: no call for a list
         span = spans[0]
-        told = [{"version": span.version, "start": span.start, "end": span.end, "kv": span.kv}]
+        rows = [{"version": span.version, "start": span.start, "end": span.end, "kv": span.kv}]
     else:
-        told = [{"version": s.version, "start": s.start, "end": s.end, "kv": s.kv} for s in spans]
+        rows = [{"version": s.version, "start": s.start, "end": s.end, "kv": s.kv} for s in spans]
     if labels:
-        for one in told:
+        for one in rows:
             if one["version"] in labels:
                 one["label"] = labels[one["version"]]
-    return told
+    return rows
 
 
 def rose_json(turn: Turn, spans: Sequence[TokenSpan]) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def conversation_json(
     shown = shown or turn.shown()
     rose = rose_json(turn, shown.spans)
     if ask.conversation is not None:
-        rose["history"] = ask.conversation.told
+        rose["history"] = ask.conversation.as_json
         # By its messages, a session without a key is its first turn.
         rose["session"] = ask.session or turn.request.rid
         rose["session_by"] = ask.session_by or "rid"
@@ -199,7 +199,7 @@ def _engine_meta(turn: Turn) -> Mapping[str, Any]:
     return {name: last[name] for name in last if name not in _OWN}
 
 
-def finish_word(finish: Mapping[str, Any] | None) -> str | None:
+def finish_reason(finish: Mapping[str, Any] | None) -> str | None:
     """OpenAI's finish reason; ``abort`` stays a word of its own."""
     return None if finish is None else str(finish["type"])
 
@@ -241,9 +241,9 @@ class TokenNames:
 
     def name(self, token: int) -> str:
         """A token as text, or by its number where the lease has no tokenizer."""
-        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.word(token)
+        return f"token_id:{token}" if self._tokenizer is None else self._tokenizer.token_text(token)
 
-    def told(self, entry: Sequence[Any]) -> dict[str, Any]:
+    def entry_json(self, entry: Sequence[Any]) -> dict[str, Any]:
         """An entry ``[logprob, id, ...]`` as a chat has it."""
         name = self.name(entry[1])
         known = None if self._tokenizer is None else list(name.encode())
@@ -268,7 +268,7 @@ def openai_choice(
     choice: dict[str, Any] = {
         "index": index,
         "text": text_of(turn, shown, tokenizer)[text_since:],
-        "finish_reason": finish_word(turn.finish),
+        "finish_reason": finish_reason(turn.finish),
         **stop_reasons(turn.finish),
         "logprobs": _openai_logprobs(shown, since, names),
         "token_ids": ids,
@@ -287,7 +287,7 @@ def vllm_choice(turn: Turn, index: int, since: int = 0) -> dict[str, Any]:
     return {
         "index": index,
         "token_ids": shown.tokens[since:],
-        "finish_reason": finish_word(turn.finish),
+        "finish_reason": finish_reason(turn.finish),
         "stop_reason": stop_reason(turn.finish),
         "logprobs": token_logprobs(shown, since),
         "weight_versions": spans_json(shown.spans, turn.labels),
@@ -305,7 +305,7 @@ def token_logprobs(
     tops = shown.per_token.get("output_top_logprobs") or [None] * len(entries)
     pairs = zip(entries[since:], tops[since:], strict=True)
     content = [
-        names.told(entry) | {"top_logprobs": [names.told(one) for one in top or ()]}
+        names.entry_json(entry) | {"top_logprobs": [names.entry_json(one) for one in top or ()]}
         for entry, top in pairs
     ]
     return {"content": content}

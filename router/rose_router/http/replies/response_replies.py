@@ -24,7 +24,7 @@ Event = dict[str, Any]
 # OpenAI's names of the two, and what beside their text its clients look for.
 _TEXTS: Mapping[Part, tuple[str, Event]] = {
     Part.THOUGHTS: ("reasoning_text", {}),
-    Part.WORDS: ("output_text", {"logprobs": []}),
+    Part.TEXT: ("output_text", {"logprobs": []}),
 }
 
 
@@ -103,17 +103,17 @@ class ResponseReplies:
         over = False
         while not over:
             over = turn.is_over
-            said: list[Event] = []
+            events: list[Event] = []
             for piece in self._reader.pieces():
                 if piece.begins:
-                    said += self._closed(place, part)
+                    events += self._closed(place, part)
                     place, part = place + 1, piece.part
-                    said += self._opened(place, part)
-                said.append(self._delta(place, piece))
+                    events += self._opened(place, part)
+                events.append(self._delta(place, piece))
             if over:
-                said += self._closed(place, part)
-                said += self._last(place)
-            yield said
+                events += self._closed(place, part)
+                events += self._last(place)
+            yield events
 
     def _last(self, place: int) -> Iterator[Event]:
         output = self._reader.read()
@@ -127,11 +127,11 @@ class ResponseReplies:
             named = {"item_id": item["id"], "output_index": place}
             custom = item["type"] == "custom_tool_call"
             field = "input" if custom else "arguments"
-            word = "custom_tool_call_input" if custom else "function_call_arguments"
+            part_name = "custom_tool_call_input" if custom else "function_call_arguments"
             empty = {**item, field: "", "status": "in_progress"}
             yield self._event("response.output_item.added", output_index=place, item=empty)
-            yield self._event(f"response.{word}.delta", **named, delta=item[field])
-            yield self._event(f"response.{word}.done", **named, **{field: item[field]})
+            yield self._event(f"response.{part_name}.delta", **named, delta=item[field])
+            yield self._event(f"response.{part_name}.done", **named, **{field: item[field]})
             yield self._event("response.output_item.done", output_index=place, item=item)
         ended = self._ended(self._items(output))
         yield self._event(f"response.{ended['status']}", response=ended)
@@ -151,7 +151,7 @@ class ResponseReplies:
         if part is None:
             return
         output = self._reader.read()
-        text = output.thoughts if part is Part.THOUGHTS else output.words
+        text = output.thoughts if part is Part.THOUGHTS else output.text
         where, (kind, more) = self._where(place, part), _TEXTS[part]
         yield self._event(f"response.{kind}.done", **where, text=text, **more)
         yield self._event("response.content_part.done", **where, part=_part(part, text))
@@ -173,8 +173,8 @@ class ResponseReplies:
     def _items(self, output: ModelOutput) -> list[dict[str, Any]]:
         status = self._status()
         items = [self._item(Part.THOUGHTS, output.thoughts, status)] if output.thoughts else []
-        if output.words or not (items or output.calls):
-            items.append(self._item(Part.WORDS, output.words, status))
+        if output.text or not (items or output.calls):
+            items.append(self._item(Part.TEXT, output.text, status))
         return items + list(self._calls(output))
 
     def _item(self, part: Part, text: str, status: str) -> dict[str, Any]:

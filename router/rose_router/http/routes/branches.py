@@ -37,7 +37,7 @@ from rose_router.turns.request import named
 from rose_router.turns.service import Service
 from rose_router.turns.sessions import Home
 
-TOLD = web.RequestKey("told", bytes)
+FOR_PEERS = web.RequestKey("told", bytes)
 """What other replicas of the router are to be told at ``turns``, once a request is answered."""
 MOST_CHILDREN = 64
 """As a sandbox host makes of one fork."""
@@ -136,10 +136,10 @@ class Branches:
             else:
                 hosts.unsettle(job, session)
         given = self._given(job, key, sessions, made, inherited=True)
-        request[TOLD] = msgspec.json.encode(given)
+        request[FOR_PEERS] = msgspec.json.encode(given)
         known = await self._adopt(job, given)
-        told = {"sessions": sessions, "turn": made["turn"], "tokens": len(made["ids"])}
-        return _json(told | {"known_turns": known, "home": given.home and given.home[0]}, 201)
+        answer = {"sessions": sessions, "turn": made["turn"], "tokens": len(made["ids"])}
+        return _json(answer | {"known_turns": known, "home": given.home and given.home[0]}, 201)
 
     async def _restore(self, request: web.Request) -> web.Response:
         asked = msgspec.to_builtins(read_as(await read_body(request), _Restore))
@@ -147,7 +147,7 @@ class Branches:
         url, made = await hosts.go_on(job, key, "restore", asked)
         hosts.settle(job, key, url)
         given = self._given(job, key, (key,), made, inherited=False)
-        request[TOLD] = msgspec.json.encode(given)
+        request[FOR_PEERS] = msgspec.json.encode(given)
         known = await self._adopt(job, given)
         made.pop("history", None)
         return _json(made | {"known_turns": known, "host": url})

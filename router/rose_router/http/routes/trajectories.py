@@ -51,20 +51,20 @@ def routes(service: Service) -> list[web.RouteDef]:
         reasoning = _numbers(body, "reasoning")
         correct = _correct(body, rewards)
         unknown: list[str] = []
-        for word, trained in (("trained", True), ("dropped", False)):
-            for name in _names(body, word):
+        for field, trained in (("trained", True), ("dropped", False)):
+            for name in _names(body, field):
                 reward = rewards.get(name)
                 service.end_sandbox(named(job, name))
                 if tracing is not None:
                     if reward is not None:
                         tracing.reward(named(job, name), reward)
-                    tracing.end_trajectory(named(job, name), word)
+                    tracing.end_trajectory(named(job, name), field)
                 outcome = prospects.conclude(named(job, name), trained=trained, reward=reward)
                 if outcome is None:
                     unknown.append(name)
                 else:
                     kind = "borrowed" if outcome.borrowed else "dedicated"
-                    metrics.CONCLUDED.labels(word, kind).inc()
+                    metrics.CONCLUDED.labels(field, kind).inc()
                     before = int(reasoning.get(name, 0))
                     service.ledger.count_outcome(outcome, correct=name in correct, reasoning=before)
         for name in _names(body, "withdrawn"):
@@ -133,10 +133,10 @@ def _interval(interval: Share) -> dict[str, Any]:
     return {"value": value, "low": interval.low, "high": interval.high}
 
 
-def _names(body: Mapping[str, Any], word: str) -> list[str]:
-    names = body.get(word) or []
+def _names(body: Mapping[str, Any], field: str) -> list[str]:
+    names = body.get(field) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        message = f"{word}: expected a list of session keys"
+        message = f"{field}: expected a list of session keys"
         raise InvalidTurn(message)
     return names
 
@@ -148,14 +148,14 @@ def _correct(body: Mapping[str, Any], rewards: Mapping[str, float]) -> frozenset
     return frozenset(name for name, reward in rewards.items() if reward >= _CORRECT_FROM)
 
 
-def _numbers(body: Mapping[str, Any], word: str) -> dict[str, float]:
-    found = body.get(word) or {}
+def _numbers(body: Mapping[str, Any], field: str) -> dict[str, float]:
+    found = body.get(field) or {}
     if not isinstance(found, dict) or not all(
         # Not ``isfinite``, to which a whole number beyond all floats is an error of its own.
         isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
         for value in found.values()
     ):
-        message = f"{word}: expected an object of session keys and numbers"
+        message = f"{field}: expected an object of session keys and numbers"
         raise InvalidTurn(message)
     return found
 

@@ -66,7 +66,7 @@ class TurnHandlers:
 
     Args:
         service: runs turns.
-        words: the tokenizer, for text, as soon as it is known.
+        model_tokenizer: the tokenizer, for text, as soon as it is known.
         tree: of what was sampled under which messages.
         stored: conversations behind responses.
     """
@@ -74,12 +74,12 @@ class TurnHandlers:
     def __init__(
         self,
         service: Service,
-        words: ModelTokenizer,
+        model_tokenizer: ModelTokenizer,
         tree: MessageTree,
         stored: StoredResponses,
     ) -> None:
         self._service = service
-        self._model_tokenizer = words
+        self._model_tokenizer = model_tokenizer
         self._readers = ThreadPoolExecutor(_READERS, "bodies")
         self._tree = tree
         self._known = KnownDigests()
@@ -136,10 +136,10 @@ class TurnHandlers:
             self._service.settings.model, self._tokenizer, body, ask, self._names(body)
         )
         with self._turns(request, ask) as turns:
-            told = partial(partial, answering.message)
+            message = partial(partial, answering.message)
             if ask.stream:
                 voices = [
-                    (turn, self._then_note(ask, turn, answering.events(turn, n), told(turn)))
+                    (turn, self._then_note(ask, turn, answering.events(turn, n), message(turn)))
                     for n, turn in enumerate(turns)
                 ]
                 counted = partial(answering.counted, turns) if len(turns) > 1 else None
@@ -187,8 +187,8 @@ class TurnHandlers:
             answering = ResponseReplies(model, read, identity, turn, reader=reader, beside=beside)
             reply = await self._agent(request, ask, turn, answering)
             if read.asked.store is not False and turn.is_over and not turn.abandoned:
-                said = messages_of(read.said) if read.said else []
-                self._stored.keep(job, identity, [*said, answering.message()])
+                history = messages_of(read.history) if read.history else []
+                self._stored.keep(job, identity, [*history, answering.message()])
             return reply
 
     async def tokenize(self, request: web.Request) -> JsonReply:
@@ -199,9 +199,9 @@ class TurnHandlers:
         else:
             special = body.get("add_special_tokens") is not False
             instead = "token ids everywhere"
-            words = _prompt_text(body)
-            told = (words, self._tokenizer, "prompt", instead)
-            ids = list(await self._off_loop(request, partial(encoded, *told, special=special)))
+            text = _prompt_text(body)
+            arguments = (text, self._tokenizer, "prompt", instead)
+            ids = list(await self._off_loop(request, partial(encoded, *arguments, special=special)))
         return _json(
             {
                 "tokens": ids,
@@ -356,11 +356,11 @@ class TurnHandlers:
         return _json(answer)
 
     def _then_note(
-        self, ask: ParsedRequest, turn: Turn, events: Iterable[Any], told: Callable[[], Message]
+        self, ask: ParsedRequest, turn: Turn, events: Iterable[Any], message: Callable[[], Message]
     ) -> Events:
         """The events; after the last one the turn is noted as it was told."""
         yield from events
-        self._note(ask, turn, told())
+        self._note(ask, turn, message())
 
     def _note(self, ask: ParsedRequest, turn: Turn, answer: Message) -> None:
         history = self._history()
@@ -560,11 +560,11 @@ def _raise_if_all_failed(turns: list[Turn]) -> None:
 
 
 def _prompt_text(body: dict[str, Any]) -> str:
-    words = body.get("prompt", body.get("text"))
-    if not isinstance(words, str):
+    text = body.get("prompt", body.get("text"))
+    if not isinstance(text, str):
         message = "prompt: expected text (or messages)"
         raise BadRequest("InvalidTurn", message)
-    return words
+    return text
 
 
 def _json(body: object) -> JsonReply:

@@ -55,12 +55,14 @@ _REFUSED = (
 )
 
 
-Tell = Callable[[web.Request, dict[str, str]], Awaitable[None]]
+PostLabel = Callable[[web.Request, dict[str, str]], Awaitable[None]]
 
 
-def routes(service: Service, barrier: Barrier, tell: Tell | None = None) -> list[web.RouteDef]:
-    """The handlers of one lease; ``tell`` passes names of versions on to other replicas."""
-    calls = _Calls(service, barrier, tell)
+def routes(
+    service: Service, barrier: Barrier, post_label: PostLabel | None = None
+) -> list[web.RouteDef]:
+    """The handlers of one lease; ``post_label`` passes names of versions on to other replicas."""
+    calls = _Calls(service, barrier, post_label)
     served = [
         web.post("/pause_generation", calls.pause),
         web.post("/pause", calls.pause),
@@ -84,16 +86,16 @@ def routes(service: Service, barrier: Barrier, tell: Tell | None = None) -> list
 
 
 class _Calls:
-    def __init__(self, service: Service, barrier: Barrier, tell: Tell | None) -> None:
+    def __init__(self, service: Service, barrier: Barrier, post_label: PostLabel | None) -> None:
         self._service = service
         self._barrier = barrier
-        self._tell_others = tell
+        self._post_label = post_label
         self._pulled: dict[str, str] = {}
         self._native: _NativeUpdate | None = None
 
-    async def _tell(self, request: web.Request, version: WeightVersion, label: str) -> None:
-        if self._tell_others is not None:
-            await self._tell_others(request, {"version": str(version), "label": label})
+    async def _post(self, request: web.Request, version: WeightVersion, label: str) -> None:
+        if self._post_label is not None:
+            await self._post_label(request, {"version": str(version), "label": label})
 
     async def pause(self, request: web.Request) -> web.Response:
         """Hold turns; the mode says what becomes of those that run."""
@@ -171,7 +173,7 @@ class _Calls:
 
     async def _take(self, request: web.Request, path: str, label: str) -> dict[str, Any]:
         version = await self._barrier.update(path, label)
-        await self._tell(request, version, label)
+        await self._post(request, version, label)
         answer: dict[str, Any] = {"success": True, "message": f"published as {version}"}
         return answer | {"num_paused_requests": 0, "weight_version": str(version)}
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rose_router.http.tokenizer.templates import Template
 
 # Tokens whose text is remembered: log-probs name the same ones again and again.
-_MOST_WORDS = 1 << 16
+_MOST_TOKENS = 1 << 16
 
 # Characters; a shorter text takes less time than to hand over to a thread of the library.
 _LONG_TEXT = 1 << 15
@@ -60,15 +60,17 @@ class Tokenizer:
         self._folder = file.parent
         files = _read(file) if files is None else files
         self._files = {name: content for name, content in files.items() if name != TOKENIZER}
-        self._word = lru_cache(_MOST_WORDS)(lambda token: self.decode([token], skip_special=False))
+        self._token_text = lru_cache(_MOST_TOKENS)(
+            lambda token: self.decode([token], skip_special=False)
+        )
         self.most_text = sys.maxsize
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(files[TOKENIZER])
         except BaseException as error:  # the library's panics are no ``Exception``
             if isinstance(error, KeyboardInterrupt):
                 raise
-            said = str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
-            message = f"{file} is no tokenizer.json: {said}"
+            reason = str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ")
+            message = f"{file} is no tokenizer.json: {reason}"
             raise BadRequest("NoTokenizer", message) from error
         self.sampling_defaults = _sampling_defaults(self._json("generation_config.json"))
 
@@ -91,9 +93,9 @@ class Tokenizer:
         """Token ids to text."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special))
 
-    def word(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """The text of one token, special ones included; a part of a character is U+FFFD."""
-        return self._word(token)
+        return self._token_text(token)
 
     def stops(self, strings: Sequence[str]) -> Stops | None:
         """What ends a turn at these strings; ``None`` when they are too long to be looked for."""
@@ -361,8 +363,8 @@ def _sampling_defaults(found: Mapping[str, Any]) -> dict[str, float]:
 
     Penalties are left out: a turn with one cannot move between engines, and nobody asked.
     """
-    told = {name: found[name] for name in _SAMPLED_WITH if _is_number(found.get(name))}
-    return told | ({"temperature": 0.0} if found.get("do_sample") is False else {})
+    chosen = {name: found[name] for name in _SAMPLED_WITH if _is_number(found.get(name))}
+    return chosen | ({"temperature": 0.0} if found.get("do_sample") is False else {})
 
 
 def _is_number(value: object) -> bool:

@@ -81,7 +81,7 @@ class WorldNodes:
         again: Callable[[ServingRequest, LentReplica], None],
         back: Callable[[], None],
     ) -> None:
-        self._clock, self._told, self._seed = clock, scenario.nodes, seed
+        self._clock, self._settings, self._seed = clock, scenario.nodes, seed
         self._again, self._on_back = again, back
         serving, dedicated = (fill(one, scenario.nodes.gpus) for one in sizes(scenario))
         self._nodes = [_Node(Machine(f"node-{n}")) for n in range(len(serving) + len(dedicated))]
@@ -104,15 +104,15 @@ class WorldNodes:
 
     def start(self) -> None:
         """Draw the failures that nobody named."""
-        if self._told.fail_every_s is not None:
+        if self._settings.fail_every_s is not None:
             for number in range(len(self._nodes)):
                 draw = random.Random(f"{self._seed}/node-{number}")  # noqa: S311  # a model's
-                self._next(number, draw, 1 / self._told.fail_every_s)
+                self._next(number, draw, 1 / self._settings.fail_every_s)
 
     def _next(self, number: int, draw: random.Random, rate: float) -> None:
         def fails() -> None:
-            self.fail(number, self._told.back_s)
-            self._clock.after(self._told.back_s, partial(self._next, number, draw, rate))
+            self.fail(number, self._settings.back_s)
+            self._clock.after(self._settings.back_s, partial(self._next, number, draw, rate))
 
         self._clock.after(draw.expovariate(rate), fails)
 

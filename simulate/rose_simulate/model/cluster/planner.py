@@ -32,7 +32,7 @@ from rose_simulate.model.scenarios.scenario import RolloutJob, Scenario, Service
 _PLAN_SECONDS = 5.0
 
 
-def _unheard(_job: str) -> Demand | None:
+def _no_demand(_job: str) -> Demand | None:
     return None
 
 
@@ -52,7 +52,7 @@ class PlannerInputs:
     """
 
     silence: Callable[[], Mapping[str, float]] = dict
-    demand: Callable[[str], Demand | None] = _unheard
+    demand: Callable[[str], Demand | None] = _no_demand
     runs: Callable[[str], bool] = _nothing_runs
     policy: PlannerPolicy = field(default_factory=PlannerPolicy)
 
@@ -73,11 +73,11 @@ class SimulatedPlanner:
         lend: Callable[[LentReplica, RolloutJob | None], None],
         *,
         signal: SignalSource,
-        told: PlannerInputs | None = None,
+        inputs: PlannerInputs | None = None,
     ) -> None:
         self._clock, self._lend, self._signal = clock, lend, signal
-        self._told = told or PlannerInputs()
-        self._policy = self._told.policy
+        self._inputs = inputs or PlannerInputs()
+        self._policy = self._inputs.policy
         self._replicas = {replica.name: replica for replica in replicas}
         self._jobs = {job.name: job for job in scenario.jobs if job.borrowed}
         self._pools = tuple(_pool(service, signal) for service in scenario.services)
@@ -94,7 +94,7 @@ class SimulatedPlanner:
 
     def plan(self) -> None:
         """Plan once, now."""
-        now, silence = self._clock.now_s, self._told.silence()
+        now, silence = self._clock.now_s, self._inputs.silence()
         self._see_starts(now)
         stale = {node for node, since in silence.items() if since > self._policy.stale_seconds}
         nodes = frozenset(one.machine.name for one in self._replicas.values())
@@ -127,12 +127,12 @@ class SimulatedPlanner:
     def _now(self, lease: Lease) -> Lease:
         """The lease with what is known of it at the moment."""
         start = self._starts.get(lease.key)
-        return replace(lease, demand=self._told.demand(lease.key), toggle_seconds=start)
+        return replace(lease, demand=self._inputs.demand(lease.key), toggle_seconds=start)
 
     def _see_starts(self, now: float) -> None:
         """Slots whose engines have begun to run since the last pass."""
         for name, slot in self._slots.items():
-            if not slot.running and self._told.runs(slot.replica):
+            if not slot.running and self._inputs.runs(slot.replica):
                 self._slots[name] = replace(slot, running=True)
                 taken = now - slot.created
                 self._starts[slot.lease] = usual_start(self._starts.get(slot.lease), taken)

@@ -252,7 +252,7 @@ class ReplicaBench:
                 Endless(engine, pool, draw, str(number)).send_turn()
 
         # Only services[0], delays and interference of it are read.
-        told = Scenario(
+        scenario = Scenario(
             name="curve",
             seconds=WARM_S + (self._seconds or 0.0),
             derate=lender.derate,
@@ -262,7 +262,7 @@ class ReplicaBench:
         )
         ears = ReplicaCallbacks(lambda _replica, _open: None, lambda _replica, _lost: None, served)
         rules = RULES[lender.regime]
-        return LentReplica(self._clock, 0, told.services[0], told, rules=rules, ears=ears)
+        return LentReplica(self._clock, 0, scenario.services[0], scenario, rules=rules, ears=ears)
 
     def _late(self, one: ServingRequest) -> bool:
         """Whether it violates the SLO; one that still waits at the end by how long it has."""

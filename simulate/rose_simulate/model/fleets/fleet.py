@@ -250,12 +250,12 @@ class _JobDemand:
     """What one job's router has seen of its turns, and what it says now."""
 
     rhythm: Rhythm = field(default_factory=Rhythm)
-    heard: ReceivedNote | None = None
+    received: ReceivedNote | None = None
 
     def look(self, seen: TurnTraffic, version: int, now: float) -> None:
         """Once per bin."""
         self.rhythm = observe(self.rhythm, seen.turns, str(version), now)
-        self.heard = ReceivedNote(note(self.rhythm, seen, now, now), now)
+        self.received = ReceivedNote(note(self.rhythm, seen, now, now), now)
 
 
 class FleetRun:
@@ -268,7 +268,7 @@ class FleetRun:
 
     def __init__(
         self,
-        told: FleetScenario,
+        scenario: FleetScenario,
         regime: Regime,
         seed: int,
         *,
@@ -279,40 +279,40 @@ class FleetRun:
         shapes: Mapping[str, Shape] | None = None,
     ) -> None:
         self._shapes = shapes or {}
-        self._hours: list[float] = [0.0] * (int(told.seconds // 3600) + 1)
-        self._told, self._regime, self._seed = told, regime, seed
+        self._hours: list[float] = [0.0] * (int(scenario.seconds // 3600) + 1)
+        self._scenario, self._regime, self._seed = scenario, regime, seed
         self._draw = np.random.default_rng(seed)
         self._curves, self._dedicated = curves, dedicated
-        self._bins = round(told.seconds / told.bin_s)
+        self._bins = round(scenario.seconds / scenario.bin_s)
         self._services = [
             self._service(kind, traces)
-            for kind, one in enumerate(told.services)
+            for kind, one in enumerate(scenario.services)
             for _ in range(one.count)
         ]
-        job = told.jobs.job
+        job = scenario.jobs.job
         lengths = np.array([sum(t.output for t in one) for one in episodes], dtype=float)
-        own = costs_of(job, job.device, job.gpus_per_engine, told.derate)
+        own = costs_of(job, job.device, job.gpus_per_engine, scenario.derate)
         work = FluidWork(job, own, lengths, active_share(episodes, job))
-        self._tanks = [FluidJob(work, self._draw) for _ in range(told.jobs.count)]
+        self._tanks = [FluidJob(work, self._draw) for _ in range(scenario.jobs.count)]
         self._sums = dict.fromkeys(
             ("requests", "alone", "added", "inside", "spared", "lent", "open", "hours"), 0.0
         )
         room = kv_tokens(job.device, job.model, 0.9, job.gpus_per_engine)
         self._own_slots = max(1, min(job.dedicated_cap, room // USUAL_CONTEXT))
-        lender = told.services[0].service
+        lender = scenario.services[0].service
         share, gpus = lender.rollout_memory_share, lender.gpus_per_replica
         room = kv_tokens(lender.device, job.model, share, gpus)
         self._lent_slots = max(1, min(job.cap, room // USUAL_CONTEXT))
         self._demand = [_JobDemand() for _ in self._tanks]
-        self._leases = [self._lease(number) for number in range(told.jobs.count)]
+        self._leases = [self._lease(number) for number in range(scenario.jobs.count)]
         self._slots: dict[str, Slot] = {}
         self._memory = PlannerMemory()
         self._names = frozenset(one.name for one in self._reports(0))
 
     def _service(self, kind: int, traces: Mapping[str, Rows[ServingArrival]]) -> _Lent:
-        service = self._told.services[kind].service
+        service = self._scenario.services[kind].service
         trace = traces[service.load.trace]
-        bin_s = self._told.bin_s
+        bin_s = self._scenario.bin_s
         period = max(1, int(trace[-1].at_s / bin_s))
         counts = np.bincount(
             [min(period - 1, int(row.at_s / bin_s)) for row in trace], minlength=period
@@ -332,24 +332,24 @@ class FleetRun:
     def _trend(self, shape: Shape) -> Floats:
         """The shape by bin, mean 1 over its own length."""
         times, rates = np.array(shape, dtype=float).T
-        seconds = np.arange(self._bins) * self._told.bin_s
+        seconds = np.arange(self._bins) * self._scenario.bin_s
         trend: Floats = np.interp(seconds, times, rates) / rates.mean()
         return trend
 
     def run(self) -> FleetOutcome:
         """Work through the bins."""
-        told = self._told
-        every = max(1, round(told.plan_s / told.bin_s))
+        scenario = self._scenario
+        every = max(1, round(scenario.plan_s / scenario.bin_s))
         for index in range(self._bins):
-            now = index * told.bin_s
+            now = index * scenario.bin_s
             if RULES[self._regime].lends is not LendingMode.NOTHING and index % every == 0:
                 self._plan(now, index)
             given, engines = self._give(index, now)
             before = sum(tank.tokens for tank in self._tanks)
             for number, tank in enumerate(self._tanks):
                 supply = self._supply(float(given[number]), float(engines[number]))
-                tank.advance(supply, now, told.bin_s)
-                carried = told.jobs.job.dedicated * (self._own_slots // 2)
+                tank.advance(supply, now, scenario.bin_s)
+                carried = scenario.jobs.job.dedicated * (self._own_slots // 2)
                 seen = TurnTraffic(tank.turns, dedicated_turns=carried)
                 self._demand[number].look(seen, tank.version, now)
             made = sum(tank.tokens for tank in self._tanks) - before
@@ -391,7 +391,7 @@ class FleetRun:
             one.job[number], one.since[number] = int(loan.lease), now
 
     def _pool(self, number: int) -> PoolTerms:
-        service = self._told.services[self._services[number].kind].service
+        service = self._scenario.services[self._services[number].kind].service
         percent, unlent = service.max_replicas_percent, service.min_unlent_replicas
         return PoolTerms(str(number), percent, unlent, frozenset({_SOURCE}))
 
@@ -407,7 +407,7 @@ class FleetRun:
 
     def _lease(self, number: int) -> Lease:
         """The job's lease, over the services whose turn it is."""
-        jobs = self._told.jobs
+        jobs = self._scenario.jobs
         first = number * jobs.pools
         named = [str((first + one) % len(self._services)) for one in range(jobs.pools)]
         job = jobs.job.model_copy(update={"name": str(number), "borrows_from": named[0]})
@@ -420,26 +420,26 @@ class FleetRun:
 
     def _wants(self, lease: Lease, now: float) -> Lease:
         """The lease with what its router says, where the regime's planner hears it."""
-        heard, rules = self._demand[int(lease.key)].heard, RULES[self._regime]
-        if heard is None or not rules.by_demand or rules.lends is not LendingMode.PLANNER:
+        received, rules = self._demand[int(lease.key)].received, RULES[self._regime]
+        if received is None or not rules.by_demand or rules.lends is not LendingMode.PLANNER:
             return lease
-        return replace(lease, demand=together([heard], now))
+        return replace(lease, demand=together([received], now))
 
     def _give(self, index: int, now: float) -> tuple[Floats, Floats]:
         """Tokens per second and number of borrowed engines, by job, in this bin."""
-        count = self._told.jobs.count
+        count = self._scenario.jobs.count
         given, engines = np.zeros(count), np.zeros(count)
         for one in self._services:
-            came, seen = one.loads[:, index] * self._told.bin_s, self._curves[one.kind]
+            came, seen = one.loads[:, index] * self._scenario.bin_s, self._curves[one.kind]
             at = _At.of(seen, one.rates[index])
             self._sums["requests"] += float(came.sum())
             self._sums["alone"] += float(came.sum()) * at.late_alone
             lent = float((one.job >= 0).sum())
             self._sums["lent"] += lent
-            gpus = self._told.services[one.kind].service.gpus_per_replica
-            self._sums["hours"] += lent * gpus * self._told.bin_s / 3600
-            works = (one.job >= 0) & (now - one.since >= self._told.start_s)
-            exposed, service = float(came[works].sum()), self._told.services[one.kind].service
+            gpus = self._scenario.services[one.kind].service.gpus_per_replica
+            self._sums["hours"] += lent * gpus * self._scenario.bin_s / 3600
+            works = (one.job >= 0) & (now - one.since >= self._scenario.start_s)
+            exposed, service = float(came[works].sum()), self._scenario.services[one.kind].service
             self._sums["added"] += exposed * at.late_added
             self._sums["spared"] += exposed * at.late_spared
             if at.late_alone <= 1 - service.percentile / 100:
@@ -450,7 +450,7 @@ class FleetRun:
         return given, engines
 
     def _supply(self, borrowed: float, engines: float) -> EngineSupply:
-        dedicated = self._told.jobs.job.dedicated
+        dedicated = self._scenario.jobs.job.dedicated
         return EngineSupply(
             borrowed + dedicated * self._dedicated,
             engines * self._lent_slots + dedicated * self._own_slots,
@@ -458,18 +458,21 @@ class FleetRun:
         )
 
     def _outcome(self) -> FleetOutcome:
-        told, sums, tanks = self._told, self._sums, self._tanks
-        replicas = sum(one.count * one.service.replicas for one in told.services)
+        scenario, sums, tanks = self._scenario, self._sums, self._tanks
+        replicas = sum(one.count * one.service.replicas for one in scenario.services)
         gpus = sum(
-            one.count * one.service.replicas * one.service.gpus_per_replica for one in told.services
+            one.count * one.service.replicas * one.service.gpus_per_replica
+            for one in scenario.services
         )
-        dedicated = told.jobs.count * told.jobs.job.dedicated * told.jobs.job.gpus_per_engine
+        dedicated = (
+            scenario.jobs.count * scenario.jobs.job.dedicated * scenario.jobs.job.gpus_per_engine
+        )
         return FleetOutcome(
             regime=self._regime.value,
             seed=self._seed,
             gpus=gpus + dedicated,
-            seconds=told.seconds,
-            tokens_per_s=sum(tank.tokens for tank in tanks) / told.seconds,
+            seconds=scenario.seconds,
+            tokens_per_s=sum(tank.tokens for tank in tanks) / scenario.seconds,
             finished=sum(tank.finished for tank in tanks),
             accepted=sum(tank.accepted for tank in tanks),
             dropped=sum(tank.dropped for tank in tanks),
@@ -479,8 +482,8 @@ class FleetRun:
             added_violations=sums["added"],
             lent_share=sums["lent"] / self._bins / replicas,
             open_share=sums["open"] / max(1e-9, sums["lent"]),
-            hourly_tokens=tuple(self._hours[: int(told.seconds // 3600)]),
-            derate=told.derate,
+            hourly_tokens=tuple(self._hours[: int(scenario.seconds // 3600)]),
+            derate=scenario.derate,
             added_inside=sums["inside"],
             spared_violations=sums["spared"],
             lent_hours=sums["hours"],

@@ -101,20 +101,20 @@ class GuardedGate(ReplicaGate):
     def on_arrival(self, request: ServingRequest) -> None:
         """Pass it on to the guard ``tap_s`` later."""
         self._requests[request.number] = request
-        self._tell(self._hear_arrival, request)
+        self._after_tap(self._note_arrival, request)
 
-    def _tell(self, hear: Callable[[ServingRequest], None], request: ServingRequest) -> None:
+    def _after_tap(self, note: Callable[[ServingRequest], None], request: ServingRequest) -> None:
         """The tap tells it, unless the guard that was to hear it is gone by then."""
         book = self._book
 
-        def told() -> None:
+        def deliver() -> None:
             if book is self._book:
-                hear(request)
+                note(request)
 
         if self._tapped:
-            self.clock.after(self._timings.tap_s, told)
+            self.clock.after(self._timings.tap_s, deliver)
 
-    def _hear_arrival(self, request: ServingRequest) -> None:
+    def _note_arrival(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
         number = request.number
         self._book.apply(Arrived(_REPLICA, number, now, _PATH), now)
@@ -126,9 +126,9 @@ class GuardedGate(ReplicaGate):
 
     def on_first_token(self, request: ServingRequest) -> None:
         """Pass it on to the guard ``tap_s`` later."""
-        self._tell(self._hear_first, request)
+        self._after_tap(self._note_first, request)
 
-    def _hear_first(self, request: ServingRequest) -> None:
+    def _note_first(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
         self._book.apply(FirstToken(_REPLICA, request.number, now), now)
         self._experience.note_first_token(request.number, now)
@@ -137,9 +137,9 @@ class GuardedGate(ReplicaGate):
     def on_end(self, request: ServingRequest) -> None:
         """Pass it on to the guard ``tap_s`` later."""
         self._requests.pop(request.number, None)
-        self._tell(self._hear_end, request)
+        self._after_tap(self._note_end, request)
 
-    def _hear_end(self, request: ServingRequest) -> None:
+    def _note_end(self, request: ServingRequest) -> None:
         now = self.clock.now_ns
         event = Ended(_REPLICA, request.number, now, request.output, 200, EndKind.COMPLETE)
         done = self._book.apply(event, now)

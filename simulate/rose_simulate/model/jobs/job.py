@@ -324,12 +324,12 @@ class Job:
         self.counts.discarded_tokens += written
         self._written[trajectory.number] = Written(written, trajectory.read, ended=False)
 
-    def _tell(self, kind: RoundKind) -> None:
+    def _report(self, kind: RoundKind) -> None:
         """Whoever runs the engines hears what the round was made of, and which comes next."""
         assert self._rounds is not None  # noqa: S101  # one of its rounds is over
-        told = tuple(self._written[number] for number in sorted(self._written))
+        written = tuple(self._written[number] for number in sorted(self._written))
         self._written.clear()
-        seen = RoundSeen(told, sum(one.ended for one in told))
+        seen = RoundSeen(written, sum(one.ended for one in written))
         many = len(self._rounds.deferred) >= self._facts.batch
         coming = RoundKind.LONG if many else RoundKind.SHORT
         # An engine is in the middle of the step that ended the round.
@@ -351,7 +351,7 @@ class Job:
         self._round_token_s = max(one.last_token_s for one in of_round)
         self._ready += [self._named.pop(name) for name in closing.batch]
         self._added.clear()
-        self._tell(closing.kind)
+        self._report(closing.kind)
         self._train()
 
     def _train(self) -> None:

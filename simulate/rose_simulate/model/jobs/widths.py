@@ -99,18 +99,18 @@ def seconds(seen: RoundSeen, width: Width) -> float | None:
     if longest > width.kv_tokens:
         return None
     # One that was stopped would have gone on for longer than the last that counted.
-    told = [
+    lengths = [
         (one.tokens if one.ended else max(one.tokens, whole), one.read) for one in seen.trajectories
     ]
     ends: list[float] = []
     for number in range(width.engines):
-        ends += _ends(told[number :: width.engines], width)
+        ends += _ends(lengths[number :: width.engines], width)
     return sorted(ends)[min(seen.kept, len(ends)) - 1]
 
 
-def _ends(told: Sequence[tuple[int, int]], width: Width) -> list[float]:
+def _ends(lengths: Sequence[tuple[int, int]], width: Width) -> list[float]:
     """When each of an engine's trajectories ends."""
-    waiting, running, ends = list(reversed(told)), list[tuple[int, int, int]](), list[float]()
+    waiting, running, ends = list(reversed(lengths)), list[tuple[int, int, int]](), list[float]()
     now, steps, held = 0.0, 0, 0
     while waiting or running:
         fresh = 0

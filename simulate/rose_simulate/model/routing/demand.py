@@ -32,8 +32,8 @@ class _Line:
     """One router's: what was seen of it, what it said last and when."""
 
     rhythm: Rhythm = field(default_factory=Rhythm)
-    said: object = None
-    heard: ReceivedNote | None = None
+    sent: object = None
+    received: ReceivedNote | None = None
 
 
 class SimulatedDemands:
@@ -45,8 +45,8 @@ class SimulatedDemands:
 
     def of(self, job: str) -> Demand | None:
         """What the job's router says; None before it was heard."""
-        heard = self._lines[job].heard
-        return together([] if heard is None else [heard], self._clock.now_s)
+        received = self._lines[job].received
+        return together([] if received is None else [received], self._clock.now_s)
 
     def run(self, wake: Callable[[], None]) -> None:
         """Look at the turns now and every second.
@@ -63,12 +63,12 @@ class SimulatedDemands:
         """One look; whether it changes if the job has turns."""
         now, seen = self._clock.now_s, traffic(router)
         line.rhythm = observe(line.rhythm, seen.turns, router.newest, now)
-        worth, before = key(line.rhythm, seen.turns), line.heard
-        if before is not None and worth == line.said and now - before.at < REPORT_SECONDS:
+        worth, before = key(line.rhythm, seen.turns), line.received
+        if before is not None and worth == line.sent and now - before.at < REPORT_SECONDS:
             return False
-        line.said = worth
-        line.heard = ReceivedNote(note(line.rhythm, seen, now, now), now)
-        return before is None or bool(before.note.peak_turns) != bool(line.heard.note.peak_turns)
+        line.sent = worth
+        line.received = ReceivedNote(note(line.rhythm, seen, now, now), now)
+        return before is None or bool(before.note.peak_turns) != bool(line.received.note.peak_turns)
 
 
 def traffic(router: Router) -> TurnTraffic:

@@ -57,13 +57,13 @@ class Ends(Enum):
     """How the router learns that a trajectory is over, before the trainer says what became of it.
 
     Attributes:
-        TOLD: its trainer says so (``/finish_session``).
+        REPORTED: its trainer says so (``/finish_session``).
         INFERRED: it is idle for long (``rollouts.trajectories.inference``), as production does
         unasked. UNKNOWN: not at all, which no router of ours does: what inferring is measured
         against.
     """
 
-    TOLD = auto()
+    REPORTED = auto()
     INFERRED = auto()
     UNKNOWN = auto()
 
@@ -222,7 +222,7 @@ class Router:
 
     def end_trajectory(self, session: str) -> None:
         """No more turns of the trajectory will come; whoever trains says so, or does not."""
-        if self._manners.ends is Ends.TOLD:
+        if self._manners.ends is Ends.REPORTED:
             self.prospects.end_trajectory(session)
 
     def withdraw(self, turn: RoutedTurn) -> int:

@@ -129,7 +129,7 @@ class SimulatedWarmer:
                 self._returns.record_absence()
                 self._drop(rest)
         busy = {one.engine.name for one in self._resting.values() if one.engine is not None}
-        still = [self._told(one) for one in self._resting.values() if one.engine is None]
+        still = [self._as_resting(one) for one in self._resting.values() if one.engine is None]
         waiting = self._around.waiting()
         scene = self._around.scene()
         found = to_warm(
@@ -139,7 +139,7 @@ class SimulatedWarmer:
             self._begin(self._resting[warm.name], self._around.engines[warm.engine])
         self._look_later()
 
-    def _told(self, rest: _Rest) -> Resting:
+    def _as_resting(self, rest: _Rest) -> Resting:
         turn = rest.turn
         home = self._around.engines.get(turn.home)
         return Resting(

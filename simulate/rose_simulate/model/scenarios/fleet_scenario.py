@@ -77,22 +77,22 @@ class FleetScenario(Strict):
     jobs: FleetJobs
 
 
-def impossible_fleet(told: FleetScenario) -> Iterator[tuple[Where, str]]:
+def impossible_fleet(scenario: FleetScenario) -> Iterator[tuple[Where, str]]:
     """Every contradiction: the field's place and the reason."""
-    jobs, count = told.jobs, sum(one.count for one in told.services)
+    jobs, count = scenario.jobs, sum(one.count for one in scenario.services)
     if jobs.pools > count:
         yield ("jobs", "pools"), f"a lease of {jobs.pools} pools, but {count} services"
     if jobs.job.awaits_weights:
         yield ("jobs", "job", "awaits_weights"), "a fleet's bins know no time between versions"
-    for index, one in enumerate(told.services):
+    for index, one in enumerate(scenario.services):
         if not one.service.load.trace:
             yield ("services", index, "service", "load"), "a fleet's services need a trace"
         # The rules for one service and one job hold for each of their kind.
         single = Scenario(
-            name=told.name,
-            seconds=told.seconds,
-            derate=told.derate,
-            episodes=told.episodes,
+            name=scenario.name,
+            seconds=scenario.seconds,
+            derate=scenario.derate,
+            episodes=scenario.episodes,
             services=(one.service,),
             jobs=(jobs.job.model_copy(update={"borrows_from": one.service.name}),),
         )
