@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ from rose_core.api.arguments import ALLOWED
 from rose_core.api.crd import KINDS, Kind, definition
 from rose_core.api.reasons import MEANING
 from rose_core.api.schema import structural
-from rose_dev import chart_readme, dashboards
+from rose_dev import dashboards
 from rose_simulate.files import fields
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +52,12 @@ PACKAGES = {
 }
 
 
+_LINE = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z0-9]+):")
+_COMMENT = re.compile(r"^ *# -- (?P<text>.+)$")
+_LONGEST = 60
+"""Characters of a default; a longer one is only called so, its line in values.yaml shows it."""
+
+
 def generated(root: Path = ROOT) -> dict[Path, str]:
     """Path relative to the root -> what the file must contain."""
     files = {
@@ -65,7 +73,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
         if (root / CHART_CRDS).is_dir():
             files[CHART_CRDS / name] = text
     if (root / CHART / "Chart.yaml").is_file():
-        files[CHART / "README.md"] = chart_readme.page(root / CHART, NOTE)
+        files[CHART / "README.md"] = chart_readme(root / CHART, NOTE)
     return files | dashboards.files()
 
 
@@ -258,6 +266,66 @@ def main(argv: list[str] | None = None) -> int:
         print("run `make generate` and commit the result")
         return 1
     return 0
+
+
+def chart_readme(chart: Path, note: str) -> str:
+    """The README of a chart's folder."""
+    about: dict[str, Any] = yaml.safe_load((chart / "Chart.yaml").read_text())
+    lines = [
+        f"# {about['name']}",
+        "",
+        f"<!-- {note} -->",
+        "",
+        about["description"],
+        "",
+        f"The default values observe and lend nothing. How to install, lend and upgrade: "
+        f"<{about['home']}install/>.",
+        "",
+        "```console",
+        f"$ helm install rose oci://REGISTRY/charts/{about['name']} --version {about['version']} "
+        "--namespace rose-system --create-namespace --wait",
+        "```",
+        "",
+        f"Needs Kubernetes {about['kubeVersion'].removesuffix('-0')}.",
+        "",
+        "| value | default | |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| `{path}` | {_default(value)} | {text} |" for path, value, text in chart_values(chart)
+    ]
+    return "\n".join([*lines, ""])
+
+
+def chart_values(chart: Path) -> Iterator[tuple[str, Any, str]]:
+    """Path, default and meaning of every value that has a comment, in the file's order."""
+    text = (chart / "values.yaml").read_text()
+    defaults = yaml.safe_load(text)
+    above: list[tuple[int, str]] = []
+    comment = ""
+    for line in text.splitlines():
+        if found := _COMMENT.match(line):
+            comment = found["text"]
+            continue
+        named = _LINE.match(line)
+        if named is None:
+            continue
+        indent = len(named["indent"])
+        while above and above[-1][0] >= indent:
+            above.pop()
+        above.append((indent, named["key"]))
+        if comment:
+            keys = [key for _, key in above]
+            value = defaults
+            for key in keys:
+                value = value[key]
+            yield ".".join(keys), value, comment.replace("|", "\\|")
+            comment = ""
+
+
+def _default(value: object) -> str:
+    encoded = json.dumps(value)
+    return f"`{encoded}`" if len(encoded) <= _LONGEST else "see values.yaml"
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ class Weights(ApiModel):
 
 
 class RouterPolicy(StrEnum):
-    """How an engine is chosen: the rules of ``rollouts.placement.policies`` that do not bias."""
+    """How an engine is chosen: the rules of ``rollouts.placement.selection`` that do not bias."""
 
     JOINT = "joint"
     ROSE_PAPER = "rose-paper"

@@ -78,7 +78,7 @@ class Settings:
         replica: this replica's name, where there are several.
         replicas: finds all of them.
         link: how they prove themselves to each other; without it they speak plain text.
-        terms: what the lease says of placement; ``policies`` is made of them.
+        terms: what the lease says of placement; ``selection`` has the policies made of them.
         tuning: the platform's knobs of placement.
     """
 

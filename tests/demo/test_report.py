@@ -9,11 +9,10 @@ from xml.etree import ElementTree as ET
 import msgspec
 import pytest
 
-from rose_demo.charts import all_charts, busiest, opened, sequence
 from rose_demo.main import conclusion, write
 from rose_demo.plots import Chart, cumulative, steps
 from rose_demo.records import ClassFigures, Recording, Sample
-from rose_demo.report import page, summary
+from rose_demo.report import all_charts, busiest, opened, page, sequence, summary
 from rose_demo.table import Screen, frame, gate_state
 from rose_demo.verdicts import judge
 from rose_demo.waterfall import MOST_ROWS, waterfall

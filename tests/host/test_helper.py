@@ -16,7 +16,6 @@ from rose_agent.devices.driver import DriverVersion
 from rose_agent.devices.static import StaticDriver
 from rose_agent.errors import DeviceError, GroupError, HostError, QueryFailed
 from rose_agent.host import privilege_split
-from rose_agent.host.assembly import HostPrivileges, NodeFacts
 from rose_agent.host.helper.client import HelpedAccounts, HelpedKvFolders, Helper
 from rose_agent.host.helper.messages import (
     CloseKeys,
@@ -30,6 +29,7 @@ from rose_agent.host.helper.messages import (
     Steer,
     Take,
 )
+from rose_agent.host.main import HostPrivileges, NodeFacts
 from rose_agent.host.options.arguments import limiter_of, limits_of, parser
 from rose_agent.host.processes import process
 from rose_agent.host.processes.launchers import EngineProgram

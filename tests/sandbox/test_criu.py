@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from rose_sandbox.errors import RuntimeFailed
-from rose_sandbox.runtimes import criu
-from rose_sandbox.runtimes import images as packed
+from rose_sandbox.runtimes import container
 from rose_sandbox.runtimes.processes import freeze
-from rose_sandbox.runtimes.runc import RuncRuntime
+from rose_sandbox.runtimes.runc import RuncRuntime, learn_kernel
 from rose_sandbox.runtimes.runtime import Handle, Kind, SandboxSpec
 
 pytestmark = pytest.mark.sandbox
@@ -35,10 +34,10 @@ async def test_what_is_known_of_another_kernel_is_found_out_anew(
     known = tmp_path / "criu.kdat"
     known.write_bytes(b"of before the machine started")
     os.utime(known, (0, 0))
-    await criu.learn_kernel(runc.parts.path, known)
+    await learn_kernel(runc.parts.path, known)
     made = known.stat()
     assert made.st_size > 500
-    await criu.learn_kernel(runc.parts.path, known)
+    await learn_kernel(runc.parts.path, known)
     assert known.stat().st_ino == made.st_ino, "of this kernel already"
 
 
@@ -47,7 +46,7 @@ async def test_what_cannot_be_kept_is_no_end_of_the_start(
 ) -> None:
     """Where ``/run`` cannot be written, no sandbox could be made."""
     with pytest.raises(RuntimeFailed, match=r"no/criu\.kdat cannot be written"):
-        await criu.learn_kernel(runc.parts.path, tmp_path / "no" / "criu.kdat")
+        await learn_kernel(runc.parts.path, tmp_path / "no" / "criu.kdat")
 
 
 async def test_sandboxes_of_one_record_are_unpacked_once(
@@ -57,13 +56,13 @@ async def test_sandboxes_of_one_record_are_unpacked_once(
     await runc.exec(box, "A=1; echo 2 > /home/b", 20, session="main")
     parts = await runc.checkpoint(box, Kind.FULL, tmp_path)
     unpacked = []
-    real = packed.unpack_images
+    real = container.unpack_images
 
     async def unpack(path: str, file: Path, images: Path) -> None:
         unpacked.append(images)
         await real(path, file, images)
 
-    monkeypatch.setattr(packed, "unpack_images", unpack)
+    monkeypatch.setattr(container, "unpack_images", unpack)
     made = await runc.restore_all(parts, [SandboxSpec(f"child{n}") for n in range(3)])
     for child in made:
         result = await runc.exec(child, "echo $A; cat /home/b", 20, session="main")

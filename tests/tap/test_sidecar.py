@@ -15,7 +15,7 @@ import pytest
 from bench.tap.watcher import Listener, tap_process
 from rose_agent.os import kernel
 from rose_agent.tap.frames import Watch
-from rose_agent.tap.relay import socket_of
+from rose_agent.tap.parser import socket_of
 from rose_core.identity import PodUid
 from tests.tap.net import PORT, Namespace, refusal
 from tests.tap.test_hardening import status

@@ -1,7 +1,7 @@
 """Engine host: runs rollout engines as its children and stops them when their permit lapses.
 
-Read ``main`` first: ``rose engine-host``. ``privilege_split`` is its entry, ``assembly`` puts
-together what its slots share, ``dedicated`` orders an engine without a guard. Below, by floors:
+Read ``main`` first: ``rose engine-host``. ``privilege_split`` is its entry, ``dedicated`` orders an
+engine without a guard. Below, by floors:
 
 - ``slots``: ``engine_host`` has them all, ``lifecycle`` is one engine, ``dual_share`` a pair.
 - ``helper``: the small process that stays root for a host that is not.

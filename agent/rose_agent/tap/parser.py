@@ -10,6 +10,12 @@ parser gives up its rights. Next step: ``replica`` reads, ``opener`` opens its s
 | one is watched closely | just before a period of the duty begins, and in its middle |
 | one has much to read, or cannot be heard | as often |
 | all others | every 120 ms |
+
+Where no process of the node may enter pods' namespaces (no SYS_ADMIN, sandboxed runtimes) a pod
+brings a tap of its own (``rose tap --sidecar``), which needs NET_RAW only. It listens in a folder
+of the node's run directory, ``taps/POD-UID``; a ``Relay`` speaks to it as the guard would, and
+passes on what it says about that pod and about nothing else. Whoever may write there speaks for the
+pod.
 """
 
 from __future__ import annotations
@@ -18,9 +24,11 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import re
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -30,7 +38,6 @@ from rose_agent.os.bpf_maps import HashMap
 from rose_agent.tap import frames, kernel_counts, metrics
 from rose_agent.tap.frames import Unwatch, Watch
 from rose_agent.tap.opener import Opened
-from rose_agent.tap.relay import Relay, socket_of
 from rose_agent.tap.replica import TappedReplica
 from rose_agent.tap.sockets import Taps
 from rose_core.identity import PodUid
@@ -44,6 +51,9 @@ _LEAD_NS = 3_000_000  # what the tap and the guard need before a period begins
 _REOPEN_BEATS = 20  # a second
 _MOST_SOCKETS = 64
 _MOST_WAITING = 4 * 1024 * 1024  # bytes; a guard that reads nothing is disconnected
+
+
+_NAME = re.compile(r"^[A-Za-z0-9][-A-Za-z0-9._]{0,127}$")
 
 
 class Parser:
@@ -292,3 +302,65 @@ async def _run(parser: Parser, listener: socket.socket, http: socket.socket) -> 
     with contextlib.suppress(asyncio.CancelledError):
         await task
     pages.close()
+
+
+def socket_of(rundir: Path, replica: PodUid) -> Path | None:
+    """Where the replica's own tap listens; None when it has none."""
+    if not _NAME.match(replica):
+        return None
+    path = rundir / "taps" / replica / "tap.sock"
+    return path if path.exists() else None
+
+
+class Relay:
+    """One connection to a pod's own tap.
+
+    Args:
+        path: its socket.
+        watch: the replica to follow there; namespace and interfaces are the pod's own.
+        deliver: takes its events.
+        ended: called with the reason when it is heard no more.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        watch: Watch,
+        deliver: Callable[[list[TapEvent]], None],
+        ended: Callable[[Watch, str], None],
+    ) -> None:
+        self.watch = watch
+        self._path = path
+        self._deliver = deliver
+        self._ended = ended
+        self._writer: asyncio.StreamWriter | None = None
+        self._task = asyncio.create_task(self._run())
+
+    def resend(self) -> None:
+        """Send the requests under way to a guard that has just connected."""
+        if self._writer is not None:
+            watch = Watch(self.watch.replica, 0, self.watch.port, closely=self.watch.closely)
+            self._writer.write(frames.pack([watch]))
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            await self._session()
+        except (OSError, asyncio.IncompleteReadError, ValueError) as error:
+            self._ended(self.watch, f"the pod's own tap at {self._path} is silent: {error}")
+
+    async def _session(self) -> None:
+        reader, writer = await asyncio.open_unix_connection(str(self._path))
+        self._writer = writer
+        _log.info("%s is heard through its own tap", self.watch.replica)
+        try:
+            self.resend()
+            while True:
+                events = await frames.read(reader, frames.events)
+                self._deliver([e for e in events if e.replica == self.watch.replica])
+        finally:
+            self._writer = None
+            writer.close()

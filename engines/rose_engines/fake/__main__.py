@@ -13,16 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
 from rose_core.identity import BASE_LABEL
 from rose_engines.fake import kvcached
 from rose_engines.fake.device import connect
-from rose_engines.fake.elastic import ElasticScheduler, add_flush
+from rose_engines.fake.kvcached import TokenPool
 from rose_engines.fake.memory import FakeMemory, FakeSleep
 from rose_engines.fake.ranks import lead
-from rose_engines.fake.scheduler import FakeScheduler
+from rose_engines.fake.scheduler import FakeRequest, FakeScheduler
 from rose_engines.fake.server import FakeServer
 from rose_engines.node.permit import Permit
 from rose_engines.process.exposed_routes import KEY_VARIABLE
@@ -251,6 +252,52 @@ def main(argv: list[str] | None = None) -> int:
         sys.modules["numba"] = None  # type: ignore[assignment]  # how Python says: not there
     asyncio.run(serve(flags))
     return 0
+
+
+class ElasticScheduler(FakeScheduler):
+    """A scheduler whose requests take their room from a pool.
+
+    Args:
+        pool: the room.
+        arguments: of ``FakeScheduler``.
+    """
+
+    def __init__(self, pool: TokenPool, *arguments: Any, **named: Any) -> None:  # noqa: ANN401
+        super().__init__(*arguments, **named)
+        self._pool = pool
+
+    def _admit(self) -> bool:
+        for request in (*self.running, *self.waiting):
+            if request.finish is not None:
+                self._pool.finish(request.rid)
+        return super()._admit()
+
+    def _step(self) -> None:
+        every = self.running
+        self.running = [one for one in every if one.finish is None and self._roomy(one)]
+        super()._step()
+        if not self.running:
+            self._retract(every)
+        self.running = every
+
+    def _retract(self, every: list[FakeRequest]) -> None:
+        """Nobody finds room: the youngest that has some gives it up and waits."""
+        for place in reversed(range(len(every))):
+            if self._pool.finish(every[place].rid):
+                self.waiting.append(every.pop(place))
+                return
+
+    def _roomy(self, request: FakeRequest) -> bool:
+        return self._pool.hold(request.rid, len(request.prompt) + len(request.output) + 1)
+
+
+def add_flush(app: web.Application, pool: TokenPool) -> None:
+    """SGLang's route that forgets finished turns; 400 while others run."""
+
+    async def flush(_: web.Request) -> web.Response:
+        return web.Response(status=200 if pool.flush() else 400)
+
+    app.router.add_post("/flush_cache", flush)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ engine that is merely full.
 | its stratum met borrowed engines too often (too seldom) | dedicated (borrowed) | it is at home |
 | no tail, and few dedicated places left | borrowed | it is at home |
 
-Next: ``policies``. ``shares`` and ``prospects`` make the ``RolloutOutlook``.
+Next: ``selection``. ``shares`` and ``prospects`` make the ``RolloutOutlook``.
 """
 
 from __future__ import annotations

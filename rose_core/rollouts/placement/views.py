@@ -135,7 +135,7 @@ class TurnView(msgspec.Struct, frozen=True, gc=False):
 
 
 class PolicyName(StrEnum):
-    """How an engine is chosen among those that pass every filter; ``policies`` has the rules."""
+    """How an engine is chosen among those that pass every filter; ``selection`` has the rules."""
 
     JOINT = "joint"
     ROSE_PAPER = "rose-paper"

@@ -43,12 +43,11 @@ from rose_sandbox.errors import (
     UnknownImage,
     UnknownSandbox,
 )
-from rose_sandbox.runtimes import images as packed
 from rose_sandbox.runtimes import oci
 from rose_sandbox.runtimes.held import OpenFile, held_with, write_held
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import empty, group_of
-from rose_sandbox.runtimes.programs import call
+from rose_sandbox.runtimes.programs import call, run
 from rose_sandbox.runtimes.runtime import (
     CheckpointParts,
     Facts,
@@ -327,7 +326,7 @@ class ContainerRuntime(ABC):
                 images.mkdir()
                 try:
                     _check(parts.processes)
-                    await packed.unpack_images(self.parts.path, parts.processes.path, images)
+                    await unpack_images(self.parts.path, parts.processes.path, images)
                     held = held_with(images)
                 except RuntimeFailed as error:
                     raise CannotRestore(
@@ -424,7 +423,7 @@ class ContainerRuntime(ABC):
             if kind.has_processes:
                 images = self._home(handle.key) / "images"
                 write_held(images, held)
-                await packed.pack_images(self.parts.path, images, into / PROCESSES)
+                await pack_images(self.parts.path, images, into / PROCESSES)
                 processes = _part(into / PROCESSES)
         except BaseException:  # also when cancelled: half a checkpoint is none
             for name in (FILES, PROCESSES):
@@ -491,7 +490,7 @@ class ContainerRuntime(ABC):
         try:
             await self._cut(handle.key, Kind.FULL, cut)
             (self._home(handle.key) / "images").rename(images)
-            packed.open_images(images)
+            open_images(images)
             beginning = _Beginning(cut=cut, images=images)
             return await self._all(
                 self._begin(replace(record.spec, key=key), beginning) for key in keys
@@ -562,3 +561,34 @@ def _check(part: Part) -> None:
         raise CannotRestore(f"{part.path} is not there") from error
     if size != part.bytes:
         raise CannotRestore(f"{part.path} has {size} bytes and not {part.bytes}")
+
+
+async def pack_images(path: str, images: Path, into: Path) -> None:
+    """A folder of images as one file, the same bytes for the same images; the folder is gone.
+
+    Raises:
+        RuntimeFailed: the disk is full.
+    """
+    await run(
+        path,
+        *("tar", "--create", "--sort=name", "--format=pax", "--sparse", "--numeric-owner"),
+        *("--file", into, "--directory", images, "."),
+    )
+    shutil.rmtree(images, ignore_errors=True)
+
+
+async def unpack_images(path: str, file: Path, images: Path) -> None:
+    """Images of ``pack_images`` into a folder that is there; any number of restores may share it.
+
+    Raises:
+        RuntimeFailed: the file is torn, or the disk full.
+    """
+    await run(path, *("tar", "--extract", "--file", file, "--directory", images))
+    open_images(images)
+
+
+def open_images(images: Path) -> None:
+    """Let tasks read them that are not yet, or already, another user; the folder above is shut."""
+    for path in images.iterdir():
+        path.chmod(0o644)
+    images.chmod(0o755)

@@ -1,6 +1,7 @@
 """Sandboxes of runc: it starts them, and CRIU saves their processes.
 
 A frozen instant: its groups stand still, snapshot, CRIU's dump, they go on. Packing comes after it.
+CRIU's settings and the words for its errors stand here too.
 Next step: ``inside`` is what a command talks to.
 """
 
@@ -11,6 +12,7 @@ import json
 import os
 import re
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +30,7 @@ from rose_sandbox.errors import (
     TooLarge,
     UnknownSandbox,
 )
-from rose_sandbox.runtimes import criu, inside, kernel, oci
+from rose_sandbox.runtimes import inside, kernel, oci
 from rose_sandbox.runtimes.container import ContainerRuntime
 from rose_sandbox.runtimes.files import is_gone, look, put, read, runner_of, write
 from rose_sandbox.runtimes.held import OpenFile, held_by
@@ -64,6 +66,36 @@ SETTLE_TRIES = 250
 """Half a second on a busy machine; a runner that has answered ends within its next slice."""
 
 
+# CRIU's: connections inside are saved, none leads out; deleted files up to what a log may have.
+CRIU_CONFIGURATION = """\
+tcp-established
+network-lock skip
+manage-cgroups=ignore
+file-locks
+link-remap
+ghost-limit 67108864
+"""
+# What CRIU says of things it cannot save -> the word for it.
+_UNDUMPABLE = (
+    (r"io_uring", "io_uring"),
+    (r"userfaultfd", "userfaultfd"),
+    (r"perf_event", "perf_event"),
+    (r"bpf", "bpf"),
+    (r"[Gg]host file.*(big|limit)|Can't dump ghost file", "large deleted file"),
+    (r"unix: (Ext|.*external|.*peer)", "external socket"),
+    (r"sk unix|unix: ", "unix socket"),
+    (r"packet|Unknown socket|unsupported.*socket|sockets?: ", "socket"),
+    (r"tty: |Can't dump.*tty|terminal", "terminal"),
+    (r"is in the different (pid|net|mnt|user|ipc|uts) ?n", "nested namespace"),
+    (r"mnt: ", "mount"),
+    (r"Can't lookup mount|Can't open file|files-reg", "file"),
+    (r"ptrace|Unable to (seize|interrupt)|traced", "traced process"),
+    (r"Zombie|zombie|dead", "dying process"),
+)
+CRIU_KERNEL = Path("/run/criu.kdat")
+"""Where CRIU keeps what it found out about the kernel."""
+
+
 @dataclass(frozen=True)
 class _Asked:
     """A command under way; ``begun``: before it was asked for, as ``Stat.started`` counts."""
@@ -84,9 +116,9 @@ class RuncRuntime(ContainerRuntime):
     # --- life --------------------------------------------------------------------------------
 
     async def _prepare(self) -> None:
-        self._criu.write_text(criu.CONFIGURATION)
+        self._criu.write_text(CRIU_CONFIGURATION)
         with suppress(RuntimeFailed):  # CRIU is slower then, and says what is wrong
-            await criu.learn_kernel(self.parts.path)
+            await learn_kernel(self.parts.path)
 
     @property
     def _criu(self) -> Path:
@@ -110,7 +142,7 @@ class RuncRuntime(ContainerRuntime):
                 quiet=True,
             )
         except RuntimeFailed as error:
-            reasons = criu.errors_of(work / "restore.log")
+            reasons = errors_of(work / "restore.log")
             raise CannotRestore(
                 f"processes of {key} cannot be restored: {reasons or error}"
             ) from error
@@ -382,9 +414,9 @@ class RuncRuntime(ContainerRuntime):
                         *("--image-path", images, "--work-path", work),
                     )
             except RuntimeFailed as error:
-                reasons = criu.errors_of(work / "dump.log")
+                reasons = errors_of(work / "dump.log")
                 raise CannotCheckpoint(
-                    criu.undumpable(reasons) if reasons else "runtime",
+                    undumpable(reasons) if reasons else "runtime",
                     f"sandbox {key} cannot be saved: {reasons or error}",
                 ) from error
             return time.monotonic() - started, held
@@ -398,3 +430,49 @@ class RuncRuntime(ContainerRuntime):
             yield
         finally:
             await call(thaw, self._groups(key))
+
+
+async def learn_kernel(path: str, known: Path = CRIU_KERNEL) -> None:
+    """Let CRIU find out about the kernel once, and not at every call, which takes it 60 ms.
+
+    It does so itself where ``/run`` is in memory, which no kernel outlives; in a container, and on
+    many machines, ``/run`` is not. A file from before the machine started is made anew.
+
+    Args:
+        path: ``PATH`` of the runtime's programs.
+        known: the file.
+
+    Raises:
+        RuntimeFailed: it could not be found out, or not be kept; calls are slower then.
+    """
+    if known.exists() and known.stat().st_mtime > _started():  # noqa: ASYNC240 - microseconds
+        return
+    ask = "mount -t tmpfs tmpfs /run && criu check >&2 && exec cat /run/criu.kdat"
+    found = await run(path, "unshare", "--mount", "sh", "-c", ask)
+    try:
+        with tempfile.NamedTemporaryFile(dir=known.parent, delete=False) as file:
+            file.write(found)
+        Path(file.name).replace(known)  # noqa: ASYNC240 - as above
+    except OSError as error:
+        raise RuntimeFailed(f"{known} cannot be written: {error.strerror}") from error
+
+
+def _started() -> float:
+    text = text_of(Path("/proc/stat"))
+    found = re.search(r"^btime (\d+)$", text, re.MULTILINE)
+    return float(found[1]) if found else float("inf")
+
+
+def errors_of(log: Path) -> str:
+    """What CRIU says went wrong, first things first."""
+    found = re.findall(r"Error \(([^)]*)\): (.*)", text_of(log))
+    lines = [f"{where.partition(':')[0]}: {text}" for where, text in found if "rlimit" not in text]
+    return "; ".join(lines[:4])
+
+
+def undumpable(errors: str) -> str:
+    """What could not be saved, in a word."""
+    for pattern, reason in _UNDUMPABLE:
+        if re.search(pattern, errors):
+            return reason
+    return "process"

@@ -3,23 +3,26 @@
 The prompt is what the model's own chat template makes of ``messages`` and ``tools``, or the token
 ids in ``input_ids`` where the caller keeps them itself (then nothing is ever tokenized twice). The
 answer's ids, log-probs and versions come back as in ``/v1/completions``. Calls of tools written as
-``<tool_call>{...}</tool_call>`` (Qwen, Hermes) are read when the request names tools.
+``<tool_call>{...}</tool_call>`` (Qwen, Hermes) are read when the request names tools. Calls that a
+request forces (``tool_choice: required``, or one by name) come by a grammar: the answer is then a
+JSON list of calls and nothing else. A turn under a grammar cannot move, so it runs on dedicated
+engines, as any with ``response_format`` does.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NoReturn
 
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.requests.shown import shown
 from rose_router.http.conversations.conversation import Message, begun, messages_of
 from rose_router.http.conversations.history import Conversation, History
 from rose_router.http.dialects import openai
 from rose_router.http.dialects.common import Count, Hints, Rank, Rid, read_as, token_ids
-from rose_router.http.dialects.forced_calls import calls_of, forced_by, schema_of
 from rose_router.http.dialects.terms import Answers, ParsedRequest, PromptTerms
 from rose_router.http.tokenizer.tokenization import Tokenizer
 
@@ -27,6 +30,9 @@ TOOL_BEGINS = "<tool_call>"
 TOOL_ENDS = "</tool_call>"
 _DEFAULT_TOKENS = 2048
 """Where nobody has said how long an answer may become."""
+
+
+_ANYTHING = {"type": "object"}
 
 
 class ChatRequest(msgspec.Struct):
@@ -51,7 +57,7 @@ class Shown(msgspec.Struct):
 
     Attributes:
         tools: as they came.
-        tool_choice: whether the model may call; ``forced_calls`` reads what it must call.
+        tool_choice: whether the model may call; ``forced_by`` reads what it must call.
     """
 
     input_ids: object = None
@@ -259,3 +265,83 @@ def shown_text(text: str, body: Mapping[str, Any]) -> str:
         return text[:cut].rstrip()
     begun = next((n for n in range(len(TOOL_BEGINS), 0, -1) if text.endswith(TOOL_BEGINS[:n])), 0)
     return text[: len(text) - begun].rstrip()
+
+
+def forced_by(body: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Names of the tools of which one must be called; ``None`` = none must.
+
+    Raises:
+        InvalidTurn: ``tool_choice`` is nothing that OpenAI's clients send, or names no tool.
+    """
+    asked = body.get("tool_choice")
+    if asked in (None, "auto", "none"):
+        return None
+    names = tuple(_names(body.get("tools")))
+    match asked:
+        case "required":
+            chosen = names
+        case {"type": "function", "function": {"name": str(name)}}:
+            chosen = tuple(one for one in names if one == name)
+        case _:
+            message = (
+                "tool_choice: expected auto, none, required or {type: function, function: {name}}, "
+                f"got {shown(asked)}"
+            )
+            raise InvalidTurn(message)
+    if not chosen:
+        message = f"tool_choice: {shown(asked)} must be called, and tools has no such function"
+        raise InvalidTurn(message)
+    if body.get("response_format"):
+        message = "tool_choice: a forced call and a response_format exclude each other"
+        raise InvalidTurn(message)
+    return chosen
+
+
+def schema_of(body: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The JSON schema of an answer that calls one of the tools, or several."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "enum": [function["name"]]},
+                "parameters": function.get("parameters") or _ANYTHING,
+            },
+            "required": ["name", "parameters"],
+        }
+        for function in _functions(body.get("tools"))
+        if function["name"] in names
+    ]
+    made: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if body.get("parallel_tool_calls") is False:
+        made["maxItems"] = 1
+    return made
+
+
+def calls_of(text: str) -> list[dict[str, Any]]:
+    """The calls of such an answer, in OpenAI's form; none where it was cut short."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    listed = found if isinstance(found, list) else []
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": one["name"],
+                "arguments": json.dumps(one.get("parameters", {}), ensure_ascii=False),
+            },
+        }
+        for one in listed
+        if isinstance(one, dict) and isinstance(one.get("name"), str)
+    ]
+
+
+def _names(tools: object) -> list[str]:
+    return [function["name"] for function in _functions(tools)]
+
+
+def _functions(tools: object) -> list[dict[str, Any]]:
+    found = tools if isinstance(tools, list) else []
+    functions = [one.get("function") for one in found if isinstance(one, dict)]
+    return [one for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
