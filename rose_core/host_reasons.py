@@ -140,4 +140,4 @@ the word means.
 """
 
 PENDING = frozenset({HostReason.NONE, HostReason.STOP_ORDERED})
-"""Words with which the host adds nothing: what the guard says about the slot is the reason."""
+"""Words with which the host adds nothing: the guard's reason for the slot is the reason."""

@@ -51,11 +51,11 @@ class Reconciler:
     """Carries the plan out.
 
     Attributes:
-        may_write: the leader lock's word, asked before every write.
+        may_write: whether the leader lock is held, asked before every write.
         memory: the planner's; lost with the process, which only delays loans.
         remembered: pool key -> replicas it had when the operator started.
         hurry: whether a lease or pool has been asked for since the pass began.
-        demand: what the router of a lease says of its turns, by the lease's key.
+        demand: the last report of a lease's router, by the lease's key.
         notes: the last note of each process of that router, for the lease's totals.
         worked_seconds: processor time of the last pass, without its writes.
     """

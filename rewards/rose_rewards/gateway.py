@@ -133,7 +133,7 @@ class _Verification:
     Attributes:
         began: when the first worker was given it.
         copies: those that were given it, in that order.
-        verdict: what the function said and its seconds, and which copy that was of.
+        verdict: what the function returned and its seconds, and which copy that was of.
     """
 
     def __init__(self, one: _Waiting, body: bytes, seconds: float, apart: set[object]) -> None:

@@ -160,7 +160,7 @@ class LinkedWorkers:
             raise WorkerKilled(result.ended) if result.killed else WorkerEnded(result.ended)
         if result.overran:
             raise TimeoutError
-        # The worker's word, within what can be: a team's code must not draw the others' figures.
+        # As the worker reports, within what can be: a team's code must not draw others' figures.
         most = min(seconds, time.monotonic() - began)
         return result.said, min(max(result.seconds, 0.0), most)
 

@@ -1,8 +1,8 @@
 """The kinds of ``rose-gpu.dev/v1alpha1`` as typed models; ``crds/*.yaml`` comes from them.
 
-- ``servingpool``: the serving owner's word; ``rolloutlease``: the RL team's word;
+- ``servingpool``: what a serving owner lends; ``rolloutlease``: what an RL team asks;
   ``rolloutslot``: one borrowed share, written by the operator alone; ``tenantpolicy``: the
-  platform's word, for the whole cluster.
+  platform's limits, for the whole cluster.
 - ``reasons``: conditions and their closed reasons, the same words in Events and metrics.
 - ``conditions``: how a condition changes (only when its status does).
 - ``arguments``: engine arguments an RL team may set.

@@ -363,7 +363,7 @@ REPLICA_REFUSALS = frozenset(
 
 
 def replica_refusal(text: str) -> Reason | None:
-    """The agent's word as a reason; ``None`` for no refusal, a catch-all for an unknown word."""
+    """The agent's refusal as a reason; ``None`` for none, a catch-all for an unknown one."""
     if not text:
         return None
     try:

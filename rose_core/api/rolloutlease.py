@@ -1,4 +1,4 @@
-"""RolloutLease: the RL team's word; applying one gives one URL for turns.
+"""RolloutLease: what an RL team asks for; applying one gives one URL for turns.
 
 It names no image and no host: the model, the weight store and the engine class are names that the
 platform resolves, engine arguments come from an allow-list.

@@ -1,4 +1,4 @@
-"""ServingPool: the serving owner's word about serving pods of its own namespace.
+"""ServingPool: what a serving owner lends of serving pods in its own namespace.
 
 ``Observe`` is the default and lends nothing. Everything else is a limit: what ROSE may do at most.
 """

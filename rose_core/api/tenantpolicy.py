@@ -1,4 +1,4 @@
-"""TenantPolicy: the platform's word; which namespaces may lease, and how much.
+"""TenantPolicy: the platform's limits; which namespaces may lease, and how much.
 
 Cluster-scoped, so no role inside a namespace can write one. A namespace that no policy selects
 leases nothing. Where several select it, it has the widest cap of each and every right of any.

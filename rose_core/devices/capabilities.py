@@ -1,9 +1,9 @@
 """What a node can do beside plain time-slicing, axis by axis, and what a pool needs of it.
 
-The engine host says for each capability an empty text (it works), or a word of the closed list with
-the reason after a colon. A text may be given for the node (``DriverMemoryLimit``) or for one of its
-GPUs (``MPS/GPU-...``), which comes first. What is opted into and not spoken of is not there: an
-engine host that is too old to say so cannot do it.
+The engine host says for each capability an empty text (it works), or a reason of the closed list
+with the reason after a colon. A text may be given for the node (``DriverMemoryLimit``) or for one
+of its GPUs (``MPS/GPU-...``), which comes first. What is opted into and not spoken of is not there:
+an engine host that is too old to say so cannot do it.
 
 | capability | asked for by | word when it is missing |
 |---|---|---|
@@ -46,7 +46,7 @@ class MissingCapability:
     """A capability that a node lacks.
 
     Attributes:
-        reason: closed word.
+        reason: one of a closed list.
         text: why, and what to do.
     """
 

@@ -2,7 +2,7 @@
 
 A loan takes a GPU from the pod that owns it, so it rests on a proof of ownership:
 
-| proof | the pod has the GPU on the word of | counts |
+| proof | the pod has the GPU by what is listed by | counts |
 |---|---|---|
 | ``Allocated`` | the kubelet: a device plugin or DRA driver gave it | always |
 | ``Processes`` | the driver: the pod's processes are there | where the kubelet cannot be asked |

@@ -29,7 +29,7 @@ from enum import IntEnum, StrEnum
 
 
 class Activity(IntEnum):
-    """What an engine says it is doing; the numbers of ``rose_engines.node.activity``."""
+    """What an engine reports that it does; the numbers of ``rose_engines.node.activity``."""
 
     UNREPORTED = 0
     STARTING = 1
@@ -68,7 +68,7 @@ def next_step(
     """What to do now; see the table of the module.
 
     Args:
-        activity: what the engine says.
+        activity: as the engine reports it.
         stopped_ns: time since it may not compute.
         grace: how long it is believed.
         hurried: nobody else is left who would stop it in time.

@@ -7,7 +7,7 @@
 | never idle | usable idle share below ``on_off_share``, a limit given | a share of each period |
 | saturated | a slack is not positive | closed |
 | capped | the owner's share of this second is used up (``compute``) | closed until it is not |
-| following | another node sees the replica's requests (``following``) | as its guard's word says |
+| following | another node sees the replica's requests (``following``) | as its guard's lease says |
 
 Unknown is never open. ``judge`` is called on every event, every tick and at
 ``GateVerdict.again_ns``, and keeps nothing. Next step: ``slot`` makes orders of the verdict.

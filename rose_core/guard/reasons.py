@@ -47,7 +47,7 @@ class GateReason(StrEnum):
 
 
 def slot_reason(reason: str) -> str:
-    """A slot's word as a condition may repeat it: the guard's or the host's.
+    """A slot's reason as a condition may repeat it: the guard's or the host's.
 
     Returns:
         ``Other`` for what another version's node calls it.

@@ -11,7 +11,7 @@ report: tokens that have not been reported yet are not late, unless nothing was 
 period.
 
 A budget is the SLO less a margin (``margin``). A limit on the relative increase is a budget too:
-what the predictor says of serving alone, times the allowed increase. Where it is the only limit,
+what the predictor gives for serving alone, times the allowed increase. Where it is the only limit,
 a request that waits closes the gate, because its prefill would be slowed by more than that.
 
 The duty is the share of a control period for which the permit may stand open so that the *average*

@@ -88,7 +88,7 @@ class SlotSeen:
         heartbeat_ns: age of the host's heartbeat beside the permit; None = no permit.
         processes: the guard still sees processes of the engine.
         can_dormant: the engine can release weights and KV.
-        weights_sent: the host was last told to follow what the grant says; runs of a lease come
+        weights_sent: the host's last order follows the grant's weights; runs of a lease come
             and go under one generation.
     """
 
@@ -116,7 +116,7 @@ class SlotMachine:
         late_cpu_ns: the tree's processor time when it was first found late in standing still.
         unready_ns: since when serving has been unready.
         stale_ns: since when the host's heartbeat has been stale.
-        weights_sent_ns: when the host was last told other weights under the same generation.
+        weights_sent_ns: when the host was last sent other weights under the same generation.
         cordon_until_ns: no new engine before.
     """
 

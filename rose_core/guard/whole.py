@@ -56,7 +56,7 @@ class WholeSeen:
 
     Attributes:
         granted: a whole slot is granted and nothing forbids it; None = not heard yet.
-        stage: where serving stands, as the sleeper says; None = it does not answer.
+        stage: where serving stands, as the sleeper reports; None = it does not answer.
         ready: the serving pod is Ready.
         quiet: it has had no request for a while; None = unknown.
         busy: it has a request.

@@ -1,4 +1,4 @@
-"""How many slots a lease wants now: what its router says, between ``slots.min`` and ``slots.max``.
+"""Slots that a lease wants now, by its router's report, from ``slots.min`` to ``slots.max``.
 
 | the router says | wanted | reason |
 |---|---|---|

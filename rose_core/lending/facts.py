@@ -31,7 +31,7 @@ class PlannerPolicy:
         toggle_seconds: what a loan costs before it gives anything (engine start, weights), until
             the lease's own loans have shown it.
         borrow_gain: a loan must be expected to last this many times its cost.
-        deaf_seconds: what a router said longer ago says nothing about demand.
+        deaf_seconds: a router's report that is older says nothing about demand.
         first_seconds: a lease without any turn yet holds its slots for so long: a trainer starts.
         ready_seconds: what lies between a wish for slots and the start of their engines: a look at
             the router, a pass, a node's Sync.
@@ -272,14 +272,14 @@ class EngineNeeds:
 
 @dataclass(frozen=True)
 class Lease:
-    """What an RL team asks for; ``refusal`` is admission's word (the lease is not accepted).
+    """What an RL team asks for; ``refusal`` is admission's reason (the lease is not accepted).
 
     Attributes:
         weight: share beside the other leases of the same priority.
         preempts: its minimum may take slots of weaker leases.
         ends_at: when it expires, None for never.
         toggle_seconds: what its loans have cost until they ran, None before the first.
-        demand: what its router says; None = not heard.
+        demand: its router's last report; None = there is none.
         more_pools: others that it borrows from, besides ``pool``.
         device_classes: of GPUs that it takes, empty = any.
         needs: memory that its engine needs.

@@ -31,7 +31,7 @@ class ReportedGroup:
     Attributes:
         pods: (node, report) by place, its leader first.
         refusal: why nothing of it is lent; empty = it may be.
-        formed: what the guards of its nodes hear; None with a refusal: nobody follows anybody.
+        formed: what the guards of its nodes are sent; None with a refusal: nobody follows anybody.
     """
 
     pods: tuple[tuple[str, ReplicaReport], ...]

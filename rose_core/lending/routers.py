@@ -82,7 +82,7 @@ class RouterFacts:
         possible: some replica could be lent to it, now or in a while.
         has_slots: it has some, leaving ones included.
         now: what there is of its router.
-        demand: what the router says of its turns; None = it was not heard.
+        demand: the router's report of its turns; None = there is none.
     """
 
     refusal: tuple[Reason, str] | None

@@ -12,7 +12,7 @@ weight. A slot is all that a lease is given, so this is also what dominant resou
 et al., 2011) comes to.
 
 With ``PlannerPolicy.by_gain`` rule 3 asks first to whom a slot brings most, times weight, in steps
-of a tenth, and by weight among those. What it brings is said by what its router says of its turns.
+of a tenth, and by weight among those. What it brings follows from its router's report of its turns.
 Turns spread over engines; a fuller engine gives more, and each turn on it less. With ``f`` the
 share of an engine's places that are taken, it gives ``(1 + c) f / (1 + c f)`` of what it gives
 full, where ``c`` is ``CROWDING``. A slot more spreads the same turns over one engine more:
@@ -62,9 +62,9 @@ def gain(lease: Lease, held: int, deaf_seconds: float) -> float:
     """Of the lease's next slot when it holds this many, in full engines: 0 to 1.
 
     Args:
-        lease: with its router's word.
+        lease: with its router's report.
         held: slots that it has.
-        deaf_seconds: what a router said longer ago says nothing.
+        deaf_seconds: a router's report that is older says nothing.
     """
     asked = lease.demand
     if asked is None or asked.age_seconds > deaf_seconds:

@@ -53,7 +53,7 @@ class LiveRequest:
 
     @property
     def last_seen_ns(self) -> int:
-        """When it last showed life."""
+        """When it was last active: its arrival, or its last token."""
         return max(self.arrived_ns, self.last_ns)
 
 

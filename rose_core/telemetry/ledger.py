@@ -1,4 +1,4 @@
-"""Requests of one replica: who is under way, what has been counted, what the guard is told.
+"""Requests of one replica: who is under way, what has been counted, what the guard is sent.
 
 Conversations (``plain``, ``http2``, ``Opaque``) say what they read; the ledger numbers requests,
 tells probes from work, counts, and writes the events. Three counts are kept to be compared with
@@ -103,7 +103,7 @@ class RequestLedger:
         return request
 
     def arrival(self, request: Request) -> Arrived:
-        """The arrival of a request, for a guard that hears of it now."""
+        """The arrival of a request, for a guard that connects now."""
         return Arrived(
             self.replica, request.number, request.arrived_ns, request.path, request.opaque
         )
@@ -171,7 +171,7 @@ class RequestLedger:
         self._events.append(FirstToken(self.replica, request.number, time_ns))
 
     def touch(self, request: Request, time_ns: int) -> None:
-        """The request is alive; the tap gathers what is told here."""
+        """Report that the request is alive; the tap gathers such events."""
         if not request.quiet and time_ns - request.reported_ns >= _PROGRESS_EVERY_NS:
             request.reported_ns = time_ns
             self._events.append(Progress(self.replica, request.number, time_ns, request.tokens()))

@@ -87,7 +87,7 @@ def level(figures: Figures) -> int:
 
 
 def advance(before: Reading | None, source: SignalSource, figures: Figures, now_ns: int) -> Reading:
-    """Add one answer of a polled source to what it said before.
+    """Add one answer of a polled source to its earlier ones.
 
     Any change of a token counter counts as work, because SGLang shows a request's prefill there
     before it shows the request. A counter that falls is an engine that began anew.
@@ -183,7 +183,7 @@ def merge(
     limits: SignalLimits,
     now_ns: int,
 ) -> ServingSignal:
-    """Merge what the tap and the polled sources say."""
+    """Merge the signals of the tap and of the polled sources."""
     fresh = [
         r
         for r in readings

@@ -68,7 +68,7 @@ class StopEngine(msgspec.Struct, frozen=True):
     """End the slot's engine and verify that its GPUs are free of it.
 
     Attributes:
-        reason: the gate's word, for the host's log.
+        reason: the gate's, for the host's log.
         deadline_seconds: kill what has not ended by then.
     """
 
@@ -99,7 +99,7 @@ class SetDormant(msgspec.Struct, frozen=True):
 
 
 class LimitMemory(msgspec.Struct, frozen=True):
-    """The guard's word about the memory of the slot's engine.
+    """The guard's limits for the memory of the slot's engine.
 
     The answer comes at once; the effect shows in the status. Engines that are not elastic have
     no budget to hold: their ``kv_permille`` stays None.
@@ -125,7 +125,7 @@ class EngineStatus(msgspec.Struct, frozen=True, omit_defaults=True):
         head: newest version of the run that weight-sync has heard of; empty = unknown.
         generated_tokens: output tokens that passed the data route.
         weight_bytes: size of the weights that were pulled for the process that serves now.
-        reason: why it is not simply serving; ``StopOrdered`` leaves the word to the guard.
+        reason: why it is not simply serving; with ``StopOrdered`` the guard's reason counts.
         can_dormant: the engine has not refused to let go of its memory.
         residue_bytes: memory a dormant engine still holds; None = it is not dormant.
         released_bytes: memory it let go of and takes back when it is activated.

@@ -1,4 +1,4 @@
-"""Guard -> leader's guard ``Follow``: what the guards of one replica's nodes say to each other.
+"""Guard -> leader's guard ``Follow``: messages between the guards of one replica's nodes.
 
 The follower asks; each answer repeats the question's number, so its age counts from the moment at
 which *the follower* asked, on the follower's own clock. An update that nobody asked for can only

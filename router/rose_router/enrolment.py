@@ -1,4 +1,4 @@
-"""Who this router is, by the operator's word (``--enrol``).
+"""Learns from the operator who this router is (``--enrol``).
 
 A router that the operator runs mounts no Secret. It has a token of its pod for an audience that
 names its lease, shows it to the operator, and is given what it needs for that lease alone

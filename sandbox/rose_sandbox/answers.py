@@ -1,4 +1,4 @@
-"""What a host says of sessions, to callers near and far."""
+"""Replies of a host about sessions, to callers near and far."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rose_core.sandboxes.policy import BoundaryAction
 
 @dataclass(frozen=True)
 class SessionStatus:
-    """What a caller hears of a session.
+    """Where a session stands, as callers are answered.
 
     Attributes:
         session, turn, phase: where it stands.

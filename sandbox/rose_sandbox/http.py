@@ -149,7 +149,7 @@ class _Burns(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ServingTraffic:
-    """The machine's memory, and what the node's guard says of serving until its word is old."""
+    """The machine's memory, and the node's guard's report of serving until it is old."""
 
     def __init__(self) -> None:
         self._until = 0.0

@@ -54,7 +54,7 @@ async def carry(
         gone: set when its sandbox ends.
 
     Returns:
-        Why it ended, and what the other end said of that.
+        Why it ended, and the other end's reason.
     """
     loop = asyncio.get_running_loop()
     moved, reason = loop.time(), ""

@@ -272,8 +272,8 @@ def test_one_lesson_weighs_as_much_as_those_that_it_stands_for() -> None:
 
 def test_turns_of_a_batch_tell_of_each_step_once() -> None:
     speed = Speed(step_seconds=0.1)
-    assert not speed.says_more(0.004)  # as far apart as one batch's events are
-    assert speed.says_more(0.098)
+    assert not speed.teaches(0.004)  # as far apart as one batch's events are
+    assert speed.teaches(0.098)
 
 
 def test_hazard_grows_with_reclaims_and_is_forgotten() -> None:

@@ -1,4 +1,4 @@
-"""Bearer tokens: does a caller carry the word that both sides were given, and those of a lease."""
+"""Bearer tokens: does a caller carry the token that both sides were given, and those of a lease."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@
 | the same, while every slot is at rest | every slot is stepped, every 130 ms |
 | a verdict's own time (a period begins, cool-down) | the replica's slots, or all, are stepped |
 | engine host's status, serving process exit, pod change, Sync reply | every slot is stepped |
-| a word of the guard whose gate a replica follows | the replica's slots are stepped at once |
+| an update of the guard whose gate a replica follows | the replica's slots are stepped at once |
 | every 500 ms | pods, watches, pollers, slots are matched with what should be |
 
 | there is | then |

@@ -17,7 +17,7 @@ CLOSE_SECONDS = Histogram(
 )
 STOP_SECONDS = Histogram(
     "rose_guard_arrival_to_stop_seconds",
-    "From a request's first segment to the engine host's word that every thread stands still.",
+    "From a request's first segment to the engine host's report that every thread stands still.",
     buckets=_FAST,
     registry=REGISTRY,
 )
@@ -60,7 +60,7 @@ SERVING_WAKING = Gauge(
 )
 WHOLE_PHASES = Counter(
     "rose_guard_whole_phases",
-    "Phases of whole-replica loans entered, and the word of the failure that led there.",
+    "Phases of whole-replica loans entered, and the reason of the failure that led there.",
     ["phase", "reason"],
     registry=REGISTRY,
 )

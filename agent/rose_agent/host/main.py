@@ -271,7 +271,7 @@ async def _stop_without_devices(running: RunningHost, stop: asyncio.Event) -> No
 async def _start_unless_stopped(
     stop: asyncio.Event, starting: Coroutine[None, None, RunningHost]
 ) -> RunningHost | None:
-    """What was started; None when the word to end came first, and what had begun is undone."""
+    """What was started; None when SIGTERM came first, and what had begun is undone."""
     started, stopping = asyncio.create_task(starting), asyncio.create_task(stop.wait())
     await asyncio.wait({started, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -300,7 +300,7 @@ def main(
     """Entry of the verb, once it is known who is root.
 
     Args:
-        argv: the verb's words.
+        argv: the verb's arguments.
         connection: to the root helper, and its process; None = this process does its work.
 
     Returns:

@@ -61,5 +61,5 @@ def _directory(record: EngineFile, version: int, mountinfo: Path) -> Path | None
 
 
 def _is_engines(folder: Path) -> bool:
-    """A number is the host's word alone: it must not lead the guard to another's cgroup."""
+    """A number is only what the host claims: it must not lead the guard to another's cgroup."""
     return folder.name.startswith("rose-") and folder.is_dir()

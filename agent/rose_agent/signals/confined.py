@@ -231,7 +231,7 @@ class _Reader:
             await asyncio.sleep(self._every_seconds)
 
     def _send(self, reply: Reply) -> None:
-        with contextlib.suppress(BlockingIOError):  # the guard is behind, and knows it is unheard
+        with contextlib.suppress(BlockingIOError):  # the guard is behind, and knows it misses some
             self._channel.send(pack(reply))
 
 

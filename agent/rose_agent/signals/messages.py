@@ -1,6 +1,6 @@
 """What the guard and the reader of one replica say to each other, as MessagePack datagrams.
 
-A reader may have been taken over by what it read, so everything it says is bounded in size, count
+A reader may have been taken over by what it read, so all its messages are bounded in size, count
 and range by these types; what does not fit them ends that reader. Next step: ``reader`` at the
 guard's end, ``confined`` at the other.
 """

@@ -1,4 +1,4 @@
-"""What the guard hears of one serving replica beside the tap; it never reads the pod itself.
+"""What one serving replica reports to the guard beside the tap; it never reads the pod itself.
 
 ``ConfinedReaders`` starts a process per replica (``confined``), starts it anew with back-off when
 it ends, and takes only what ``messages`` allows. ``DirectReaders`` reads in this process, for

@@ -110,7 +110,7 @@ def name_of(engine: Engine, run: str) -> str:
     """The label under which others know what is live; empty when it is not known.
 
     Args:
-        engine: what its plugin says.
+        engine: its plugin's report.
         run: that it follows.
     """
     if engine.label != BASE_LABEL:

@@ -171,7 +171,7 @@ class FollowedRun:
 
     Attributes:
         adapter: the run's name; empty where the engine follows one alone.
-        first: what it says of the slot is what it says of this run.
+        first: what it reports of the slot is of this run.
         runs: all that the engine is to hold, for the follower of the first: it takes away
             those of others.
     """

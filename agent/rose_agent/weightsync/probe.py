@@ -1,4 +1,4 @@
-"""The fixed-prompt probe: after each commit, ask the engine and compare what it says.
+"""The fixed-prompt probe: after each commit, ask the engine and compare its answer.
 
 A task per commit asks the engine over its own HTTP server, while its permit is open, tells the
 store the answer with the attestation, and judges it by the answers of others at the same version

@@ -34,7 +34,7 @@ _WORDS = struct.Struct(f"={_RANKS}q")
 
 
 class ActivityBoard:
-    """One rank's word.
+    """One rank's activity, a word of shared memory.
 
     Raises:
         OSError: the file cannot be made, or has no word left.

@@ -39,7 +39,7 @@ def refusal(method: str, path: str, authorization: str, key: str) -> int:
     """Status that a request is refused with; 0 = it may pass.
 
     Args:
-        method: HTTP's word.
+        method: of HTTP.
         path: without a query.
         authorization: the request's header of that name, empty without.
         key: the engine's own key; empty = everything passes.

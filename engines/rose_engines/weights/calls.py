@@ -258,7 +258,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Nothing changed; ``reason`` is a word of ``CommitRefused``."""
+    """Nothing changed; ``reason`` is one of ``CommitRefused``'s."""
 
     reason: str
     message: str

@@ -253,7 +253,7 @@ class LeaderSession(RankSession):
 
 
 class MemberSession(RankSession):
-    """Any other rank: stages when it is asked to, and does what the board says."""
+    """Any other rank: stages when it is asked to, and does what the leader has posted."""
 
     # Its memory is unlocked where it is let go of: beside the serving engine, not in its pause.
     _spent: StagedUpdate | None = None
@@ -288,7 +288,7 @@ class MemberSession(RankSession):
             self._post(RankState.KEPT)
 
     def _led(self) -> RankState:
-        """The leader's word on this commit; it has withdrawn one when it speaks of the next."""
+        """The leader's state for this commit; QUIET once it has gone on to the next."""
         number, state = self._board.announced()
         return state if number == self._number else RankState.CANCEL
 

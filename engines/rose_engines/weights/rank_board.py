@@ -31,7 +31,7 @@ _HEADER = 8
 
 
 class RankState(IntEnum):
-    """States of the leader's word and of a rank's."""
+    """States that the leader and the ranks post."""
 
     QUIET = 0
     PLANNED = 1
@@ -106,7 +106,7 @@ class RankBoard:
         return _split(self._words[rank])
 
     def write(self, rank: int, digests: Mapping[str, Digest]) -> None:
-        """A rank's digests of what it holds of these tensors; before the word that tells of it."""
+        """A rank's digests of its parts of these tensors; before the state that announces them."""
         for name, digest in digests.items():
             place = self._place(rank, name)
             self._digests[place], self._digests[place + 1] = digest

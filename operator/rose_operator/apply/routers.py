@@ -38,7 +38,7 @@ _IDENTITY_FOLDER = "/run/rose"
 # The kubelet renews it at four fifths of this; ten minutes is the least that it makes.
 _PROOF_SECONDS = 3600
 _LAME_DUCK_SECONDS = 2
-"""Without a caller, until a router that ends takes nobody more: kube-proxy hears of it in one."""
+"""Without a caller, until a router that ends takes nobody more: kube-proxy learns of it in one."""
 _GRACE_SECONDS = 40
 """A router goes on for 10 s at most, drains for 20, and then says what became of its turns."""
 _TURNS_FOLDER = "/var/run/rose/turns"

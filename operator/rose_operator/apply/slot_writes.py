@@ -159,7 +159,7 @@ class SlotWrites:
 
 
 def _member(node: str, report: ReplicaReport, gpus: int) -> Member | None:
-    """So many of the replica's GPUs as a slot's member; None when its words fit no object."""
+    """So many of the replica's GPUs as a slot's member; None when its fields fit no object."""
     try:
         return Member(
             node=node,

@@ -150,8 +150,8 @@ class Api:
         client: a lightkube client for the cluster.
         namespace: where slots and the leader Lease live.
         routers: where routers do; empty = the same.
-        may_write: the leader lock's word, asked whenever a write is about to be sent: one that was
-            refused for a while may find that another operator leads by then.
+        may_write: whether the leader lock is held, asked whenever a write is about to be sent: one
+            that was refused for a while may find that another operator leads by then.
     """
 
     def __init__(

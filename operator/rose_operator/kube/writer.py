@@ -70,7 +70,7 @@ class Writer:
 
     Args:
         namespace: ROSE's own.
-        may_write: the leader lock's word, asked before every write.
+        may_write: whether the leader lock is held, asked before every write.
         routers: namespace of the routers; empty = the same.
         identity: of this operator among its replicas, for the log.
     """

@@ -67,7 +67,7 @@ def statements(
 
     Args:
         pool: of which they are.
-        world: what agents say.
+        world: what agents report.
         misfits: leases whose engines none of its GPUs can hold.
     """
     spec = pool.spec

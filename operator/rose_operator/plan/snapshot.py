@@ -341,7 +341,7 @@ def lease_of(
 
     Args:
         lease: as the API server has it.
-        refusal: admission's word.
+        refusal: admission's reason.
         toggle: seconds that its loans have cost until they ran, None before the first.
         pools: that it borrows from, by key.
         preempts: its minimum may take slots of weaker leases.
@@ -480,7 +480,7 @@ def _gather(found: dict[str, lending.Replica], group: ReportedGroup) -> None:
 
 
 def _spanning(one: lending.Replica, other: lending.Replica, world: ClusterState) -> lending.Replica:
-    """What two nodes report: the word of the one that was heard last, refused."""
+    """What two nodes report: the newest report of the two, refused."""
 
     def silence(replica: lending.Replica) -> float:
         return world.telemetry.silence(replica.node, world.monotonic)

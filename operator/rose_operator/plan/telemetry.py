@@ -106,7 +106,7 @@ class NodeTelemetry:
         return self._groups
 
     def groups_on(self, node: str) -> tuple[ReplicaGroup, ...]:
-        """What a node's guard hears of those that have a pod there."""
+        """The groups with a pod on a node, as its guard is sent them."""
         return self._formed.get(node, ()) if self.groups else ()
 
     def record(self, request: SyncRequest, now: float) -> bool:

@@ -54,7 +54,7 @@ class Speed(msgspec.Struct, frozen=True, gc=False):
         away = self.per_turn_seconds * (live - self.usual_live)
         return max(self.step_seconds / 4, self.step_seconds + away)
 
-    def says_more(self, since: float) -> bool:
+    def teaches(self, since: float) -> bool:
         """Whether a gap that is seen so long after the last one tells of another step.
 
         All turns of a batch show each of its steps, at once: one of them says it for all.

@@ -13,7 +13,7 @@ router sees turns and publishes and nothing else of the trainer, so the phase is
 The next turns are expected after the shorter quartile of the last pauses: too early costs an idle
 engine a few seconds, too late a step. A pause between two tool calls is none: it is shorter than
 ``PAUSE_SECONDS``. Pure; ``observe`` is called now and then (the router does once a second), and
-``note`` is what a listener is told: production's router and the simulator's both call it. Next
+``note`` is the report to a listener: production's router and the simulator's both call it. Next
 step: ``rose_core.lending.demand`` makes slots of it.
 """
 

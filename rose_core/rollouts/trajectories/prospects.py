@@ -397,7 +397,7 @@ class Prospects:
     def conclude(
         self, name: str, *, trained: bool, reward: float | None = None
     ) -> TrajectoryOutcome | None:
-        """Take the trainer's word for what became of it.
+        """Record what became of it, as the trainer reports.
 
         Returns:
             What was counted; ``None`` when the trajectory is not known here (any more).

@@ -378,7 +378,7 @@ class Fleet:
         return self._heads.get(run) or self.head
 
     def apply(self, update: EngineUpdate, stream: int) -> None:
-        """Take an owner's word about an engine.
+        """Apply an owner's update of an engine.
 
         Replicas pass on each adapter by itself, so what they say is of that alone. An owner that
         names no adapters means all that its engine had: it knows nothing of them at the moment.

@@ -1,4 +1,4 @@
-"""What the lease's operator hears of its turns: ``DEMAND``, the router's side.
+"""Reports a lease's turns to the operator: ``DEMAND``, the router's side.
 
 The operator dials, because it must hear of turns that wait when no engine is attached and so no
 node agent either; and each router can only speak for the lease that the operator asked it about.

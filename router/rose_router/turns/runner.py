@@ -418,7 +418,7 @@ def _raise_refusal(leg: Leg) -> None:
 
 
 class LegReader:
-    """Takes what an engine says in answer to one leg: holds it, learns from it, tells who listens.
+    """Reads an engine's events of one leg: holds them, learns from them, notifies who listens.
 
     The client calls ``take`` in the moment in which a piece of the engine's stream arrives, without
     a task in between, and ``streaming`` writes what follows from it to the caller in that moment.
@@ -426,7 +426,7 @@ class LegReader:
     Args:
         turn: whose leg it is.
         engine: who answers.
-        leg: what was said so far.
+        leg: what was sampled so far.
         handle: the leg as the supervisor watches it.
         fleet: learns how fast the engine works.
         clock: monotonic seconds.
@@ -447,7 +447,7 @@ class LegReader:
         self.wants_final_event = bool(wanted) and self._crossing is not None
 
     def take(self, events: Iterable[StreamEvent], halt: Callable[[], None] | None = None) -> bool:
-        """Take events that came together; listeners are told once.
+        """Take events that came together; listeners are notified once.
 
         Args:
             events: in their order.
@@ -522,7 +522,7 @@ class LegReader:
             if unpaused:
                 engine.gaps += 1
                 since = now - engine.learned_at
-                if engine.speed is None or engine.speed.says_more(since):
+                if engine.speed is None or engine.speed.teaches(since):
                     step, weight = (now - handle.last_event) / new, weight_of(engine.gaps)
                     engine.gaps, engine.learned_at = 0, now
                     learn = methodcaller("saw_step", step, weight, engine.occupied)

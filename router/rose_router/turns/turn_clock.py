@@ -1,4 +1,4 @@
-"""The turn clock of agents' sandboxes: their hosts are told of turns, and no turn waits for it.
+"""The turn clock of agents' sandboxes: their hosts are notified of turns, and no turn waits for it.
 
 | told | when | with |
 |---|---|---|
@@ -101,7 +101,7 @@ class Hosts(Protocol):
         Args:
             job: of the session.
             session: whose.
-            step: what is told.
+            step: that is delivered.
             body: of the step.
             lateness: of a turn; None: the moment does not matter.
             prompt: how many of the ids of a session's end were its last prompt.
@@ -189,7 +189,7 @@ class _Whole:
     Attributes:
         ids: of the turn's prompt and what it made.
         prompt: how many of them are its prompt.
-        is_delivered: a host has heard of the turn.
+        is_delivered: a host has been notified of the turn.
     """
 
     ids: array[int]
@@ -206,7 +206,7 @@ class _SessionSteps:
         begun: the host has taken the beginning of the turn that runs.
         delivering: the beginning that is on its way.
         last: as the last turn that has ended left the session.
-        is_delivered: a host has heard of the turn that began last.
+        is_delivered: a host has been notified of the turn that began last.
     """
 
     live: dict[Turn, None] = field(default_factory=dict)

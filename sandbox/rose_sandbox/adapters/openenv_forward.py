@@ -292,7 +292,7 @@ def _may_be_sent(code: int) -> bool:
 
 
 async def _notify(step: Callable[[], Awaitable[object]]) -> None:
-    """The turn clock's word; a host that is lost is found by who needs it."""
+    """Notify the turn clock; a host that is lost is found by who needs it."""
     try:
         await step()
     except (SandboxError, Fenced, OutOfTurn) as error:

@@ -1,7 +1,7 @@
 """Two pipes to a sandbox's first process (``served``): one request at a time, in order.
 
 The pipes lie in the sandbox's folder, so that a host that starts anew goes on with them. Whatever
-comes back is a tenant's word: it is searched for this request's own number, and never larger than
+comes back may be a tenant's: it is searched for this request's own number, and never larger than
 was asked for.
 Next step: ``runsc`` asks.
 """
@@ -119,7 +119,7 @@ class Channel:
             return await whole(asyncio.to_thread(self._exchange, fields, then, ends, most))
 
     async def put(self, path: bytes, mode: int, data: bytes) -> str:
-        """Write a file at a path with its zero byte; returns the last answer's word."""
+        """Write a file at a path with its zero byte; returns the last answer's status."""
         within = ANSWER_SECONDS + len(data) / BYTES_A_SECOND
 
         def exchange() -> str:

@@ -1,4 +1,4 @@
-"""Runs a program or a call, to its end, and says what was said when it fails.
+"""Runs a program or a call, to its end, and reports its output when it fails.
 
 Next step: ``volume`` and ``runc`` call it.
 """

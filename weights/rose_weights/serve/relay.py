@@ -295,7 +295,7 @@ class RelayPlans:
 
     Args:
         blocks: the relay's folder.
-        describe: what the store says about a run.
+        describe: the store's description of a run.
         ask: the store's own plan, read.
         bring: makes blocks be in the folder.
     """

@@ -22,7 +22,7 @@ _ReplyT = TypeVar("_ReplyT")
 
 
 def plan_kind(manifest: Manifest, merged: int) -> str:
-    """How a receiver gets to its version: the word of the plans' counter."""
+    """How a receiver gets to its version: the label of the plans' counter."""
     if manifest.base is None:
         return "Full"
     return ("Same", "Delta", "Merged")[min(merged, 2)]

@@ -34,7 +34,7 @@ def update_views(
     """Give every replica the view of its GPUs, and its slots their budget.
 
     Args:
-        devices: what the driver was last read to say.
+        devices: the driver's last reading.
         replicas: of this node, by pod.
         slots: of this node; those beside a replica hear its memory to lend.
         residents: every pod of the node, to name whose a process on a GPU is.

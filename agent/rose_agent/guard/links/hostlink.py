@@ -138,7 +138,7 @@ class HostLink:
         self.ask_soon()
 
     async def limit_memory(self, slot: SlotKey, permille: int | None, held: int | None) -> None:
-        """Tell the budget of elastic memory, and what the driver says the engine holds.
+        """Send the budget of elastic memory, and what the engine holds by the driver's count.
 
         Raises:
             WireError: the host refused or did not answer.

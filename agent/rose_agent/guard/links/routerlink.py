@@ -1,4 +1,4 @@
-"""What a router hears of a slot's engine: gate, cap, attested version; a stream for each engine.
+"""Reports a slot's engine to its router: gate, cap, attested version; a stream for each engine.
 
 It begins with the first grant. The newest update replaces the one before, so a slow router never
 sees a stale queue. A closed gate is sent at once. The stream connects again by itself; while it is

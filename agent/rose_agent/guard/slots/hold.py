@@ -128,7 +128,7 @@ class Hold:
         self._calls.start(_KIND, self._until_confirmed)
 
     def believe(self, *, held: bool, asked_ns: int) -> None:
-        """Take what the host's list says, if it was asked for after the last answer."""
+        """Take the state in the host's list, if it was asked for after the last answer."""
         if not self._calls.is_under_way(_KIND) and asked_ns > self._answered_ns:
             self.confirmed = self._wanted = held
 

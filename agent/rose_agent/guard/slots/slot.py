@@ -534,7 +534,7 @@ class GuardedSlot:
             self._calls.start("room", lambda: self._send_order(grant))
 
     def limit_memory(self, permille: int, held: int | None) -> None:
-        """Tell the engine's budget, and what the driver says that it holds."""
+        """Send the host the engine's budget, and the bytes that it holds by the driver's count."""
         self._calls.start("memory", lambda: self._host.limit_memory(self._key(), permille, held))
 
     async def _stop(self, reason: GateReason) -> None:

@@ -62,7 +62,7 @@ def sync_request(
     guard: str = "",
     sleepless: Callable[[GuardedReplica], Reason | None] = lambda _: None,
 ) -> SyncRequest:
-    """Everything the operator hears of this node; a replica without a verdict is unknown.
+    """The report of this node to the operator; a replica without a verdict is unknown.
 
     ``guard`` is where other nodes' guards may ask this one; ``sleepless`` says why a replica does
     not sleep for a loan, or does not serve yet after one.
@@ -147,7 +147,7 @@ def replica_report(
     host_alive: bool,
     sleep_refusal: Reason | None = None,
 ) -> ReplicaReport:
-    """What the operator hears of one serving replica.
+    """The report of one serving replica.
 
     Args:
         replica: as the guard knows it.
@@ -252,13 +252,13 @@ def slot_report(slot: GuardedSlot) -> SlotReport | None:
 
 
 def slot_reason(slot: GuardedSlot) -> str:
-    """The host's word about the engine; the gate's where the host has nothing to add."""
+    """The host's reason for the engine's state; the gate's where the host has nothing to add."""
     reason = slot.status.reason if slot.status else HostReason.NONE
     return slot.verdict.reason.value if reason in PENDING else reason.value
 
 
 def slot_state(slot: GuardedSlot) -> SlotState:
-    """The slot's state in the operator's words."""
+    """The slot's state, as the operator names it."""
     status, machine = slot.status, slot.machine
     if machine.phase is SlotPhase.RELEASING or (status and status.state is EngineState.STOPPING):
         return SlotState.RELEASING

@@ -61,7 +61,7 @@ class EnforcedEngine:
         name: for the log.
         permit: mapped writable.
         own_permit: True when the host itself holds the permit open (dedicated engines).
-        activity: asks what the engine says it does.
+        activity: asks for the engine's last reported activity.
     """
 
     def __init__(

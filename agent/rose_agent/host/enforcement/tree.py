@@ -73,7 +73,7 @@ class RunConditions:
 
     @property
     def reason(self) -> HostReason:
-        """Why the engine stands still, the word that matters most; empty when it runs."""
+        """Why the engine stands still, the weightiest holder; empty when it runs."""
         if self.stop_pressed:
             return HostReason.STOP_PRESSED
         held = next((reason for holder, reason in _HELD.items() if holder in self.holders), None)
@@ -115,11 +115,11 @@ def decide(
     Args:
         tree: state so far.
         may_run: ``RunConditions.may_run``.
-        frozen: what the kernel says about the tree; looked at only when it must not run.
+        frozen: the kernel's state of the tree; looked at only when it must not run.
         now_ns: CLOCK_MONOTONIC nanoseconds.
         patience: how long a tree may take to stand still.
         cpu_ns: its processor time, None = not known; looked at only when it is ``is_late``.
-        activity: what the engine says; looked at only before it is frozen.
+        activity: as the engine reports it; looked at only before it is frozen.
 
     Returns:
         The next state, and what to do to get there.

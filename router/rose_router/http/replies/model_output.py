@@ -31,7 +31,7 @@ class ModelOutput:
 
     Attributes:
         thoughts: without their marks.
-        text: what is said.
+        text: for the caller to see.
         calls: of tools, in OpenAI's form; only once the turn is over.
     """
 
@@ -50,7 +50,7 @@ class ModelOutput:
 
 
 class Part(Enum):
-    """What is told piece by piece; calls are told whole."""
+    """What is streamed piece by piece; calls are sent whole."""
 
     THOUGHTS = "thoughts"
     TEXT = "words"
@@ -58,7 +58,7 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of a part; ``begins`` = nothing of the part was told before."""
+    """What is new of a part; ``begins`` = nothing of the part was sent before."""
 
     part: Part
     text: str

@@ -115,7 +115,7 @@ class Stream:
     Args:
         request: the caller's.
         turn: what is streamed.
-        events: what it says, from its first token on or once it is over.
+        events: its events, from its first token on or once it is over.
         write_seconds: until the caller must have taken an event.
         framing: how they are written.
     """
@@ -208,7 +208,7 @@ class MergedStream:
 
     Args:
         request: the caller's.
-        voices: turns, and what each says.
+        voices: turns, and the events of each.
         write_seconds: until the caller must have taken an event.
         last: what follows when all are over.
     """
