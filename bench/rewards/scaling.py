@@ -195,8 +195,8 @@ class FollowingPool:
             complete = self._groups[one.group].complete
             waiting.append((now - one.since_s, None if complete is None else now - complete))
         running = [now - began for began in self._running.values()]
-        told = self.scaler
-        scaling = Scaling(told.target_s, told.patience_s, told.cold_s, told.most)
+        scaler = self.scaler
+        scaling = Scaling(scaler.target_s, scaler.patience_s, scaler.cold_s, scaler.most)
         free = sum(one.ready and not one.busy for one in self._staying())
         return wished([self._demand], scaling, now, waiting, running, free=free)
 
@@ -242,9 +242,9 @@ class FollowingPool:
         self._most = max(self._most, len(self._workers))
 
     def _cold_start(self) -> float:
-        told = self.scaler
-        spread = math.log(told.cold_p99_s / told.cold_s) / _P99
-        return told.cold_s * self.cold.lognormvariate(0.0, spread)
+        scaler = self.scaler
+        spread = math.log(scaler.cold_p99_s / scaler.cold_s) / _P99
+        return scaler.cold_s * self.cold.lognormvariate(0.0, spread)
 
     def _end(self, one: _Worker) -> None:
         one.gone = True

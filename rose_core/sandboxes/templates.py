@@ -359,10 +359,10 @@ def _volumes(reader: _Reader, at: str, given: Sequence[Any]) -> frozenset[str]:
 
 def _environment(reader: _Reader, at: str, given: Sequence[Any]) -> dict[str, str]:
     made: dict[str, str] = {}
-    said: dict[str, str] = {}
+    fields: dict[str, str] = {}
 
     def keep(what: str) -> Callable[[str, Any], None]:
-        return lambda _at, value: said.update({what: str(value)})
+        return lambda _at, value: fields.update({what: str(value)})
 
     known = {
         "name": keep("name"),
@@ -370,9 +370,9 @@ def _environment(reader: _Reader, at: str, given: Sequence[Any]) -> dict[str, st
         "valueFrom": reader.must_be(why="a host reads no Secret, ConfigMap or Pod for it"),
     }
     for number, one in enumerate(given):
-        said.clear()
+        fields.clear()
         reader.fields(f"{at}[{number}]", one, known)
-        made[said.get("name", "")] = _expander(made)(said.get("value", ""))
+        made[fields.get("name", "")] = _expander(made)(fields.get("value", ""))
     return made
 
 
@@ -400,9 +400,9 @@ def _amounts(reader: _Reader, at: str, given: object) -> TemplateLimits:
     found: dict[str, Decimal] = {}
 
     def amount(place: str, value: object) -> None:
-        said = _QUANTITY.fullmatch(str(value))
+        quantity = _QUANTITY.fullmatch(str(value))
         try:
-            number, unit = said.groups() if said is not None else ("", "")
+            number, unit = quantity.groups() if quantity is not None else ("", "")
             found[place] = Decimal(number) * _POWERS[unit]
         except (InvalidOperation, KeyError):
             reader.refuse(place, f"{value!r} is no quantity")

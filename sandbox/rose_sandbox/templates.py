@@ -165,7 +165,7 @@ class Templates:
         image = (self.images or {}).get(made.image, made.image)
         folder = {"folder": made.folder} if made.folder else {}
         try:
-            told = await host.create(
+            state = await host.create(
                 session,
                 image=image,
                 limits=limits_of(made.limits, made.requests),
@@ -182,13 +182,13 @@ class Templates:
             try:
                 began = await host.exec(session, begin, _START_SECONDS, shell=None)
                 if began.exit_code:
-                    said = began.stderr.decode(errors="replace")[-500:]
-                    raise RuntimeFailed(f"template {name} does not begin: {said}")  # noqa: TRY301
+                    output = began.stderr.decode(errors="replace")[-500:]
+                    raise RuntimeFailed(f"template {name} does not begin: {output}")  # noqa: TRY301
             except BaseException:  # also where its caller goes away: it is not what was asked for
                 await host.end(session, forget=True)
                 raise
-            told = await host.state(session)
-        return told, made
+            state = await host.state(session)
+        return state, made
 
 
 def limits_of(limits: TemplateLimits, requests: TemplateLimits) -> Limits:

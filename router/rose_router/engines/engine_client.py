@@ -314,11 +314,11 @@ def read_event(payload: bytes) -> StreamEvent:
         raise LegLost(message) from error
 
 
-def _spans(said: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, int, int]]:
-    if len(said) == 1:  # the usual case: no call for a list
-        span = said[0]
+def _spans(listed: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, int, int]]:
+    if len(listed) == 1:  # the usual case: no call for a list
+        span = listed[0]
         return ((span["version"], span["start"], span["end"]),)
-    return [(span["version"], span["start"], span["end"]) for span in said]
+    return [(span["version"], span["start"], span["end"]) for span in listed]
 
 
 def _per_token(meta: dict[str, Any]) -> dict[str, Sequence[Any]]:

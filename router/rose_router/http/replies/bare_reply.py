@@ -17,10 +17,10 @@ from aiohttp.http import SERVER_SOFTWARE
 
 
 @lru_cache(64)
-def _head(version: HttpVersion, date: str, content: str, said: str) -> bytes:
+def _head(version: HttpVersion, date: str, content: str, connection: str) -> bytes:
     """The same for all answers of a second."""
     status = f"HTTP/{version.major}.{version.minor} 200 OK"
-    known = f"Content-Type: {content}\r\nDate: {date}\r\nServer: {SERVER_SOFTWARE}\r\n{said}"
+    known = f"Content-Type: {content}\r\nDate: {date}\r\nServer: {SERVER_SOFTWARE}\r\n{connection}"
     return f"{status}\r\n{known}".encode("ascii")
 
 
@@ -63,10 +63,10 @@ class BareReply(web.StreamResponse):
             request: whom it answers.
             content: its type.
         """
-        said = ""
+        connection = ""
         if request.version >= HttpVersion11:
             if not self._stays:
-                said = "Connection: close\r\n"
+                connection = "Connection: close\r\n"
         elif self._stays:
-            said = "Connection: keep-alive\r\n"
-        return _head(request.version, rfc822_formatted_time(), content, said)
+            connection = "Connection: keep-alive\r\n"
+        return _head(request.version, rfc822_formatted_time(), content, connection)

@@ -89,8 +89,8 @@ class _EventReply(BareReply):
         if self.open:
             return line
         self.open = True
-        said = b"Transfer-Encoding: chunked\r\n" if self.in_chunks else b""
-        return b"%b%b\r\n%b" % (self.head(self._answered, "text/event-stream"), said, line)
+        encoding = b"Transfer-Encoding: chunked\r\n" if self.in_chunks else b""
+        return b"%b%b\r\n%b" % (self.head(self._answered, "text/event-stream"), encoding, line)
 
     def last(self, line: bytes) -> bytes:
         """The same for the last one, and the end."""
