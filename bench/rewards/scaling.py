@@ -32,7 +32,7 @@ from bench.record import Figure
 from bench.rewards import steps
 from rose_core.rewards.demand import RewardDemand, Scaling, wished
 from rose_core.rewards.groups import GroupProgress
-from rose_core.rewards.order import WaitingReward, first
+from rose_core.rewards.order import RewardQueue
 from rose_core.rewards.results import Scored
 from rose_simulate.model.clock import VirtualClock
 from rose_simulate.model.jobs.job import Job, JobCounts, RunningGroup
@@ -152,6 +152,7 @@ class FollowingPool:
     latencies: list[float] = field(default_factory=list)
     _waits: list[float] = field(default_factory=list)
     _waiting: dict[int, _Taken] = field(default_factory=dict)
+    _order: RewardQueue[str] = field(default_factory=RewardQueue)
     _running: dict[int, float] = field(default_factory=dict)  # since when
     _workers: list[_Worker] = field(default_factory=list)
     _groups: dict[str, GroupProgress] = field(default_factory=dict)
@@ -178,6 +179,7 @@ class FollowingPool:
         self.ends.append(now)
         self.lengths.append(takes)
         self._waiting[number] = _Taken(number, group, now, takes, end)
+        self._order.put(group, number)
         self._fill()
 
     def found(self) -> Pool:
@@ -258,12 +260,9 @@ class FollowingPool:
     def _fill(self) -> None:
         free = deque(one for one in self._staying() if one.ready and not one.busy)
         while free and self._waiting:
-            chosen = first(
-                WaitingReward(number, self._groups[one.group].left)
-                for number, one in self._waiting.items()
-            )
-            assert chosen is not None  # noqa: S101  # some wait
-            taken, worker = self._waiting.pop(chosen.number), free.popleft()
+            number = self._order.take(lambda group: self._groups[group].left, lambda _: True)
+            assert number is not None  # noqa: S101  # some wait
+            taken, worker = self._waiting.pop(number), free.popleft()
             self._running[taken.number], worker.busy = self.clock.now_s, True
             self._waits.append(self.clock.now_s - taken.since_s)
             self.clock.after(taken.takes_s, partial(self._done, worker, taken))

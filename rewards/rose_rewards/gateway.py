@@ -21,8 +21,9 @@ import math
 import sqlite3
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 import aiohttp
@@ -32,7 +33,7 @@ from rose_core.rewards.demand import RewardDemand, Scaling, p50, wished
 from rose_core.rewards.groups import GroupProgress
 from rose_core.rewards.hedging import RunningReward, hedge, next_late
 from rose_core.rewards.limits import TimeLimits
-from rose_core.rewards.order import WaitingReward, first
+from rose_core.rewards.order import RewardQueue
 from rose_core.rewards.results import Lost, Masked, Result, Scored, result_of
 from rose_rewards import judge, metrics
 from rose_rewards.errors import BadReward, Busy, WorkerEnded, WorkerKilled
@@ -166,6 +167,10 @@ class _Verification:
                 self.verdict.set_result((returned, took, number))
 
 
+def _in(room: Collection[str], lane: tuple[str, tuple[str, str]]) -> bool:
+    return lane[0] in room
+
+
 @dataclass
 class Gateway:
     """The rewards of one process.
@@ -193,6 +198,8 @@ class Gateway:
     _known: OrderedDict[tuple[str, str], _Known] = field(default_factory=OrderedDict)
     _groups: OrderedDict[tuple[str, str], GroupProgress] = field(default_factory=OrderedDict)
     _waiting: dict[int, _Waiting] = field(default_factory=dict)
+    # By function, and by team and group.
+    _order: RewardQueue[tuple[str, tuple[str, str]]] = field(default_factory=RewardQueue)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _verifying: Counter[str] = field(default_factory=Counter)
     _under_way: dict[tuple[str, str], _Waiting] = field(default_factory=dict)
@@ -356,6 +363,7 @@ class Gateway:
             self._demand[function.team].taking(now, group, progress)
             self._arrivals += 1
             self._waiting[self._arrivals] = one
+            self._order.put((reward.function, group), self._arrivals, one.deadline)
             self.fill()
         metrics.QUEUE.set(self.queue)
         return known
@@ -369,22 +377,18 @@ class Gateway:
             room = {name for name in self.functions if self.pool.room(name, self._verifying)}
             if not room:
                 break
-            chosen = first(
-                WaitingReward(number, self._left(one), one.deadline)
-                for number, one in self._waiting.items()
-                if one.reward.function in room
-            )
-            if chosen is None:
+            number = self._order.take(lambda lane: self._left(lane[1]), partial(_in, room))
+            if number is None:
                 break
-            one = self._waiting.pop(chosen.number)
+            one = self._waiting.pop(number)
             self._verifying[self.functions[one.reward.function].team] += 1
             self._start(one)
         if self._late:  # a place has come free, or a group lacks one result less
             self._hedge()
         metrics.BUSY.set(self._verifying.total())
 
-    def _left(self, one: _Waiting) -> int | None:
-        progress = self._groups.get((one.key[0], one.reward.group))
+    def _left(self, group: tuple[str, str]) -> int | None:
+        progress = self._groups.get(group)
         return None if progress is None else progress.left
 
     def _hedge(self) -> None:
@@ -599,6 +603,7 @@ class Gateway:
         """End what runs; who waits for it gets no result, and asks the next gateway."""
         self._closed = True  # the port is open a little longer, and its callers ask again
         self._waiting.clear()
+        self._order.clear()
         if self._look is not None:
             self._look.cancel()
             self._look = None

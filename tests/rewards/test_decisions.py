@@ -13,7 +13,7 @@ from rose_core.rewards.demand import RewardDemand, Scaling, wished
 from rose_core.rewards.groups import GroupProgress
 from rose_core.rewards.hedging import RunningReward, hedge, next_late
 from rose_core.rewards.limits import LEAST, TimeLimits
-from rose_core.rewards.order import WaitingReward, first
+from rose_core.rewards.order import RewardQueue, WaitingReward, first
 from rose_core.rewards.results import Lost, Masked, Scored, result_of
 from rose_core.rewards.scale import promised_age, wish
 
@@ -212,6 +212,44 @@ def test_a_decided_groups_members_go_last() -> None:
     unneeded = WaitingReward(1, left=0, deadline=0.0)
     assert first([unneeded, WaitingReward(2, left=7)]) == WaitingReward(2, left=7)
     assert first([unneeded]) is unneeded
+
+
+@given(
+    asked=st.lists(
+        st.tuples(st.integers(0, 4), st.none() | st.floats(0.0, 9.0)), min_size=1, max_size=40
+    ),
+    lacks=st.lists(st.none() | st.integers(0, 5), min_size=5, max_size=5),
+)
+def test_a_queue_takes_them_in_the_order_of_all_that_wait(
+    asked: list[tuple[int, float | None]], lacks: list[int | None]
+) -> None:
+    queue = RewardQueue[int]()
+    waiting = {}
+    for number, (lane, deadline) in enumerate(asked):
+        queue.put(lane, number, deadline)
+        waiting[number] = WaitingReward(number, lacks[lane], deadline)
+    while waiting:
+        startable = {number: one for number, one in waiting.items() if asked[number][0] != 4}
+        expected = first(startable.values())
+        taken = queue.take(lacks.__getitem__, lambda lane: lane != 4)
+        assert taken == (None if expected is None else expected.number)
+        if taken is None:
+            break
+        del waiting[taken]
+    assert all(asked[number][0] == 4 for number in waiting)
+
+
+def test_a_start_compares_groups_and_not_all_that_wait() -> None:
+    queue, looked = RewardQueue[int](), list[int]()
+    for number in range(4096):
+        queue.put(number % 4, number)
+
+    def left(lane: int) -> int:
+        looked.append(lane)
+        return 9 - lane
+
+    assert queue.take(left, lambda _: True) == 3
+    assert len(looked) == 4
 
 
 def test_a_group_is_decided_by_the_last_it_keeps_or_by_its_last_member() -> None:
