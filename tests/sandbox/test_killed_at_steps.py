@@ -19,7 +19,7 @@ from typing import cast
 import pytest
 
 from rose_core.sandboxes.outside import EffectsCrossed, EgressEffect
-from rose_sandbox.box import key_of
+from rose_sandbox.box import BoundTokens, key_of
 from rose_sandbox.errors import CannotCheckpoint, UnknownTurn
 from rose_sandbox.host import Host
 from rose_sandbox.inspector.inspector import Inspector
@@ -207,6 +207,17 @@ async def forgotten(world: Mortal, reported: CallerLog) -> None:
     reported.back = True
 
 
+async def ended_twice(world: Mortal, reported: CallerLog) -> None:
+    """By two replicas of a router, of which the first had missed the session's turn."""
+    await begun(world, reported)
+    await world.host.turn_began("s", ids(1))
+    reported.turn = (await world.host.tokens_ready("s")).recoverable_to
+    await world.host.exec("s", "echo 1 >> /home/log", 5)
+    reported.turn = (await world.host.ended("s")).recoverable_to
+    await world.host.ended("s", BoundTokens((*ids(1), 7), prompt=len(ids(1))))
+    reported.back = True
+
+
 Script = Callable[[Mortal, CallerLog], Awaitable[None]]
 
 
@@ -341,6 +352,30 @@ def test_a_session_is_forgotten_or_whole(tmp_path: Path, where: str) -> None:
 
     for at in range(steps):
         world, reported = lived(tmp_path / f"{at}", Life(at), forgotten)
+        asyncio.run(go_on(after(world, where), reported))
+        shutil.rmtree(world.root)
+
+
+@WHERE
+def test_a_session_that_is_ended_twice_is_bound_to_all_its_tokens_or_to_none(
+    tmp_path: Path, where: str
+) -> None:
+    steps, _ = lives(tmp_path / "whole", ended_twice)
+
+    async def go_on(world: Mortal, reported: CallerLog) -> None:
+        if reported.turn > 0:
+            back = await world.host.restore("s")
+            assert back.told.turn >= reported.turn, "a turn that was called recoverable is lost"
+            if back.told.turn == 1:
+                assert back.ids == tuple(ids(1))
+            else:
+                assert await world.output_of("s", "cat /home/log") == "1"
+                everything = (*ids(1), 7)
+                assert back.ids == everything if reported.back else back.ids in {(), everything}
+        await world.host.close()
+
+    for at in range(steps):
+        world, reported = lived(tmp_path / f"{at}", Life(at), ended_twice)
         asyncio.run(go_on(after(world, where), reported))
         shutil.rmtree(world.root)
 

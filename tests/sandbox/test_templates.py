@@ -25,6 +25,7 @@ from rose_sandbox.host import Host
 from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.inspector.blind import BlindInspector
 from rose_sandbox.runtimes.runc import RuncRuntime
+from rose_sandbox.runtimes.runsc import RunscRuntime
 from rose_sandbox.runtimes.runtime import ExecResult, Limits
 from rose_sandbox.templates import COMMAND_LOG, Templates, limits_of
 from rose_weights.store.records import Records
@@ -180,20 +181,33 @@ async def test_networks_of_a_sandbox_are_in_its_record(
 
 
 @pytest.mark.sandbox
-async def test_a_real_sandbox_of_a_template_runs_its_command_and_is_saved_with_it(
+async def test_a_sandbox_of_runc_runs_its_templates_command_and_is_saved_with_it(
     runc: RuncRuntime, tmp_path: Path
 ) -> None:
+    await lives_on(runc, tmp_path)
+
+
+@pytest.mark.sandbox
+async def test_a_sandbox_of_gvisor_runs_its_templates_command_and_is_saved_with_it(
+    runsc: RunscRuntime, tmp_path: Path
+) -> None:
+    await lives_on(runsc, tmp_path)
+
+
+async def lives_on(runtime: RuncRuntime | RunscRuntime, tmp_path: Path) -> None:
     """Its command is a process as any other: it is there after the sandbox was lost."""
+    name = runtime.name
     records = Records(Store(tmp_path / "store"), "grpo")
     host = Host(
-        runc, BlindInspector("a test"), records, owner="one", scratch=tmp_path / "s", egress=["*"]
+        runtime, BlindInspector(name), records, owner="one", scratch=tmp_path / "s", egress=["*"]
     )
     spec = {**SPEC, "podTemplate": {"spec": {**SPEC["podTemplate"]["spec"]}}}
     words = ["sh", "-c", "echo began with $GREETING in $PWD; exec sleep 4321"]
     (one,) = spec["podTemplate"]["spec"]["containers"]
     spec["podTemplate"]["spec"]["containers"] = [{**one, "command": words}]
     source = Written({"agent": spec})
-    templates = Templates(source, "runc", {"registry.example/agent:1": "base"})
+    spec["podTemplate"]["spec"]["runtimeClassName"] = name
+    templates = Templates(source, name, {"registry.example/agent:1": "base"})
     await templates.create(host, "s", "agent", {})
 
     async def output_of(command: str) -> str:
@@ -205,7 +219,7 @@ async def test_a_real_sandbox_of_a_template_runs_its_command_and_is_saved_with_i
     assert await output_of("test -d /data/here && pgrep -fx 'sleep 4321' | wc -l") == "1"
     assert await output_of("echo > /dev/tcp/127.0.0.1/3128 && echo open") == "", "no way out"
     await host.checkpoint("s", [1])
-    await runc.end(host._box("s").handle)
+    await runtime.end(host._box("s").handle)
     await host.restore("s")
     assert await output_of("pgrep -fx 'sleep 4321' | wc -l") == "1"
     await host.end("s", forget=True)
