@@ -17,7 +17,8 @@ import yaml
 from rose_core.wire.enrolment import lease_digest
 from rose_dev.errors import CommandFailed
 from rose_dev.node import Node
-from rose_dev.waiting import wait_until
+from rose_dev.parts import AGENT_SANDBOX_KINDS
+from rose_dev.waiting import wait_until, wait_until_established
 from rose_sandbox.errors import Unavailable
 from rose_sandbox.main import RUNTIMES
 from rose_sandbox.runtimes.parts import Parts, find_parts
@@ -38,6 +39,7 @@ from tests.chart.installation import (
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NAME = f"rose-sandboxes-research-grpo-{lease_digest('research', 'grpo')}"
+TEMPLATES = "sandboxtemplates.extensions.agents.x-k8s.io"
 URL = f"http://{NAME}.{SYSTEM}.svc:7600"
 
 
@@ -71,6 +73,7 @@ def installed(node: Node, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
                 "runtime": request.param,
                 "partsPath": str(found.folder),
                 "gibibytes": 4,
+                "templates": {"enabled": True, "images": {"registry.example/agent:1": "base"}},
             },
         }
         if built.name:  # by the Dockerfile, as in ``installation``
@@ -89,6 +92,7 @@ def installed(node: Node, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
         yield node
     finally:
         remove(node)
+        node.kubectl("delete", f"crd/{TEMPLATES}", "--ignore-not-found", "--wait=false")
 
 
 def logs_of_host(node: Node) -> str:
@@ -117,6 +121,24 @@ def prepare(node: Node, folder: Path) -> None:
         client(),
     ]
     node.kubectl("apply", "--filename=-", stdin="".join(f"---\n{json.dumps(o)}\n" for o in made))
+    if not AGENT_SANDBOX_KINDS.place.is_dir():
+        pytest.skip("agent-sandbox's kinds are not there: rose dev build")
+    (kind,) = AGENT_SANDBOX_KINDS.place.glob("*_sandboxtemplates.yaml")
+    node.kubectl("apply", "--server-side", f"--filename={kind}")
+    wait_until_established(node.kubectl, f"crd/{TEMPLATES}")
+    container = {
+        "name": "agent",
+        "image": "registry.example/agent:1",
+        "command": ["sh", "-c", "echo $GREETING > /home/begun; exec sleep 4321"],
+        "env": [{"name": "GREETING", "value": "from a template"}],
+    }
+    template = {
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
+        "kind": "SandboxTemplate",
+        "metadata": {"name": "agent", "namespace": RESEARCH},
+        "spec": {"podTemplate": {"spec": {"containers": [container]}}},
+    }
+    node.kubectl("apply", "--server-side", "--filename=-", stdin=json.dumps(template))
 
 
 def client() -> dict[str, object]:
@@ -201,6 +223,16 @@ for name in made.sessions:
     await host.end(name, forget=True)
 await host.end("episode", forget=True)
 """
+TEMPLATE = """
+from rose_sandbox.errors import UnknownTemplate
+url, token = os.environ["ROSE_SANDBOX_URL"], os.environ["ROSE_SANDBOX_TOKEN"]
+async with Sandbox(session="templated", template="agent", url=url, token=token) as box:
+    print((await box.run("until test -s /home/begun; do sleep 0.1; done; cat /home/begun")).stdout)
+try:
+    await Sandbox(session="other", template="nobody", url=url, token=token).__aenter__()
+except UnknownTemplate as error:
+    print(error)
+"""
 STRANGER = """
 from rose_sandbox.errors import HostAway
 stranger = RemoteHost(os.environ["ROSE_SANDBOX_URL"], "guess")
@@ -218,6 +250,9 @@ def test_an_agents_world_survives_the_kill_of_its_hosts_pod(installed: Node) -> 
     try:
         assert ask(node, CREATE) == "1 full"
         assert ask(node, STRANGER) == "refused True"
+        made, unknown = ask(node, TEMPLATE).split("\n")
+        assert made == r"b'from a template\n'"
+        assert unknown == f"no SandboxTemplate nobody in namespace {RESEARCH}"
         before = host_pod(node)
         where = (f"--namespace={SYSTEM}", "--grace-period=0", "--force")
         node.kubectl("delete", "pod", before, *where)
@@ -225,10 +260,10 @@ def test_an_agents_world_survives_the_kill_of_its_hosts_pod(installed: Node) -> 
         node.kubectl(
             *("rollout", "status", f"daemonset/{NAME}", f"--namespace={SYSTEM}", "--timeout=90s")
         )
-        reported = ask(node, RESTORE).split("\n")
-        assert reported[0] == "[1, 2, 3]"
-        assert reported[1].startswith("hello one")
-        assert reported[-1].strip() == "beats", "its job in the background goes on"
+        said = ask(node, RESTORE).split("\n")
+        assert said[0] == "[1, 2, 3]"
+        assert said[1].startswith("hello one")
+        assert said[-1].strip() == "beats", "its job in the background goes on"
         assert ask(node, FORK).split() == ["one", "one"]
     except (CommandFailed, AssertionError) as error:
         pytest.fail("\n\n".join([str(error), logs_of_host(node), *seen(node)]))

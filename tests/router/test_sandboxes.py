@@ -97,7 +97,7 @@ async def test_turns_of_the_router_are_boundaries_of_the_sandbox(
     async with stage(sandbox_hosts=hosts, sandbox_token="word") as s:
         await s.engine()
         await two.world.host.create("s")
-        await two.world.said("s", "echo 1 > /home/a")
+        await two.world.output_of("s", "echo 1 > /home/a")
         for turn in (1, 2):
             async with s.post("/generate", generate("s", [5, 6, 7, turn])) as reply:
                 assert reply.status == 200
@@ -111,7 +111,7 @@ async def test_turns_of_the_router_are_boundaries_of_the_sandbox(
             assert reply.status == 200
         await until(lambda: idle(s.router.service))
         assert (await two.world.host.state("s")).phase == "suspended"
-        assert await two.world.said("s", "cat /home/a") == "1"
+        assert await two.world.output_of("s", "cat /home/a") == "1"
 
 
 async def test_the_history_of_a_session_without_a_sandbox_is_not_exported(
@@ -294,7 +294,7 @@ async def test_a_fork_is_sandboxes_and_sessions_where_the_prefix_is(
         assert len(set(made["sessions"])) == 3
         for child in made["sessions"]:
             at = one if child in one.world.host.sessions() else two
-            assert await at.world.said(child, "cat /home/a") == "3"
+            assert await at.world.output_of(child, "cat /home/a") == "3"
             answer = await chat(s, child, talk[:5])  # the model is asked the third time
             reported = answer["choices"][0]["rose"]["history"]
             assert (reported["known_messages"], reported["messages"]) == (4, 5)
@@ -327,7 +327,7 @@ async def test_a_restore_gives_sandbox_and_session_back_at_another_host_and_rout
         before = (await first.get("/sessions/s/rows"))["rows"]
         back = await ask(second, "/sessions/s/restore", {"turn": 3}, 200)
         assert (back["told"]["turn"], back["known_turns"], back["host"]) == (3, 2, two.url)
-        assert await two.world.said("s", "cat /home/a") == "3"
+        assert await two.world.output_of("s", "cat /home/a") == "3"
         answer = await chat(second, "s", talk[:5])
         assert answer["choices"][0]["rose"]["history"]["known_messages"] == 4
         (row,) = (await second.get("/sessions/s/rows"))["rows"]
@@ -351,7 +351,7 @@ async def test_a_router_that_missed_a_sessions_last_turns_goes_on_from_the_recor
         del talk[3:]
         for turn in (2, 3, 4):
             if turn > 2:
-                await one.world.said("s", f"echo {turn} > /home/a")
+                await one.world.output_of("s", f"echo {turn} > /home/a")
                 talk.append({"role": "user", "content": f"turn {turn}"})
             await chat(second, "s", talk)
         theirs = (await second.get("/sessions/s/rows"))["rows"][-1]
