@@ -209,7 +209,7 @@ async def pair(root: Path, *, seed: int = 1) -> AsyncIterator[Pair]:
             watch.start()
             stack.callback(watch.close)
             found = Pair(leader, follower, wire, operator, watch)
-            await found.opens("the follower's gate opens on the leader's word")
+            await found.opens("the follower's gate opens under the leader's lease")
             await follower.until(
                 lambda: (file := follower.engine()) is not None and bool(file.url), "engine listens"
             )

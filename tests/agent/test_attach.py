@@ -37,13 +37,13 @@ class Router:
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.heard: list[EngineUpdate] = []
+        self.received: list[EngineUpdate] = []
         self.streams = 0
 
     async def attach(self, updates: AsyncIterator[EngineUpdate]) -> AsyncIterator[RouterNote]:
         self.streams += 1
         async for update in updates:
-            self.heard.append(update)
+            self.received.append(update)
             yield RouterNote()
 
     async def serve(self, address: str, folder: Path | None = None) -> tuple[Server, int]:
@@ -71,14 +71,14 @@ async def test_changes_are_sent_once_and_the_newest_counts() -> None:
     server, port = await router.serve("127.0.0.1:0")
     async with attached(port) as attachment:
         attachment.set(UPDATE)
-        await until(lambda: router.heard == [UPDATE])
+        await until(lambda: router.received == [UPDATE])
         attachment.set(UPDATE)
         attachment.set(CLOSED)
-        await until(lambda: router.heard[-1] == CLOSED)
-        assert len(router.heard) == 2
+        await until(lambda: router.received[-1] == CLOSED)
+        assert len(router.received) == 2
         attachment.leave()
-        await until(lambda: router.heard[-1].leaving)
-        assert not router.heard[-1].gate_open
+        await until(lambda: router.received[-1].leaving)
+        assert not router.received[-1].gate_open
     await server.stop(0)
 
 
@@ -87,12 +87,12 @@ async def test_a_router_that_restarts_hears_the_present() -> None:
     server, port = await router.serve("127.0.0.1:0")
     async with attached(port) as attachment:
         attachment.set(UPDATE)
-        await until(lambda: router.heard == [UPDATE])
+        await until(lambda: router.received == [UPDATE])
         await server.stop(0)
         attachment.set(CLOSED)
         again = Router()
         server, _ = await again.serve(f"127.0.0.1:{port}")
-        await until(lambda: again.heard[-1:] == [CLOSED])
+        await until(lambda: again.received[-1:] == [CLOSED])
     await server.stop(0)
 
 
@@ -107,11 +107,11 @@ async def test_a_router_that_restarts_is_believed_by_its_grants_authority_again(
     server, port = await router.serve("127.0.0.1:0", tmp_path / "router")
     async with attached(port, tls.SCHEME, RouterProof("secret", authority[1])) as attachment:
         attachment.set(UPDATE)
-        await until(lambda: router.heard == [UPDATE])
+        await until(lambda: router.received == [UPDATE])
         await server.stop(0)
         again = Router()
         server, _ = await again.serve(f"127.0.0.1:{port}", tmp_path / "router")
-        await until(lambda: again.heard[-1:] == [UPDATE])
+        await until(lambda: again.received[-1:] == [UPDATE])
     await server.stop(0)
 
 

@@ -61,9 +61,9 @@ async def compared(
                 await asyncio.sleep(0.1)
                 page.book.apply(beat(page.requests, page.scrapes), 0)
 
-        telling = asyncio.create_task(late())
+        publishing = asyncio.create_task(late())
         made = await verify.compare(reader, page.book, before)
-        await telling
+        await publishing
         return made
 
 

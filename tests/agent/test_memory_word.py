@@ -44,11 +44,11 @@ class Slot:
     budget: Budget = field(default_factory=Budget)
     room: Lendable | None = None
     reserve: MemorySum | None = None
-    told: list[tuple[int, int | None]] = field(default_factory=list)
+    orders: list[tuple[int, int | None]] = field(default_factory=list)
     renewed: int = 0
 
     def limit_memory(self, permille: int, held: int | None) -> None:
-        self.told.append((permille, held))
+        self.orders.append((permille, held))
 
     def renew_room(self) -> None:
         self.renewed += 1
@@ -99,22 +99,22 @@ def test_the_budget_of_elastic_memory_is_told_until_the_host_holds_to_it(
 ) -> None:
     node, slot = Node(nvml, "Elastic"), Slot(status(kv_permille=500))
     node.look(slot, monkeypatch)
-    assert slot.told == [(LEAST, 10 * GIB)], "an elastic engine begins with the least"
+    assert slot.orders == [(LEAST, 10 * GIB)], "an elastic engine begins with the least"
     slot.status = status(kv_permille=LEAST)
     node.look(slot, monkeypatch)
-    assert len(slot.told) == 1
+    assert len(slot.orders) == 1
     for _ in range(40):  # calm for a while: it grows step by step
         node.now += 1.0
         node.look(slot, monkeypatch)
     assert LEAST < slot.budget.permille < 500
-    assert slot.told[-1][0] == slot.budget.permille
+    assert slot.orders[-1][0] == slot.budget.permille
     node.gpu.raw.memory_used = 75 * GIB
     before = slot.budget.permille
     node.look(slot, monkeypatch)
-    assert slot.told[-1][0] == max(LEAST, before // 2), "halved at once"
+    assert slot.orders[-1][0] == max(LEAST, before // 2), "halved at once"
     node.gpu.raw.memory_used = 79 * GIB
     node.look(slot, monkeypatch)
-    assert slot.told[-1][0] == 0
+    assert slot.orders[-1][0] == 0
 
 
 def test_engines_that_are_not_elastic_hear_of_no_budget(
@@ -123,7 +123,7 @@ def test_engines_that_are_not_elastic_hear_of_no_budget(
     node, slot = Node(nvml, "Reserved"), Slot(status())
     node.gpu.raw.memory_used = 75 * GIB
     node.look(slot, monkeypatch)
-    assert (slot.told, slot.budget.permille) == ([], 500)
+    assert (slot.orders, slot.budget.permille) == ([], 500)
 
 
 def test_an_engine_that_holds_more_than_its_size_is_named(
@@ -131,13 +131,13 @@ def test_an_engine_that_holds_more_than_its_size_is_named(
 ) -> None:
     node, slot = Node(nvml, "Reserved"), Slot(status(device_bytes=10 * GIB))
     node.look(slot, monkeypatch)
-    assert slot.told == []
+    assert slot.orders == []
     slot.status = status(device_bytes=10 * GIB - 1)
     node.look(slot, monkeypatch)
-    assert slot.told == [(1000, 10 * GIB)]
+    assert slot.orders == [(1000, 10 * GIB)]
     node.serving(30, 40, engine=None)
     node.look(slot, monkeypatch)
-    assert len(slot.told) == 1, "a figure that is missing accuses nobody"
+    assert len(slot.orders) == 1, "a figure that is missing accuses nobody"
 
 
 def test_a_slot_tells_its_room_again_only_while_its_engine_is_refused_for_it(
@@ -264,7 +264,7 @@ def test_what_an_engine_holds_is_told_while_its_kind_is_measured(
 ) -> None:
     node, slot = Node(nvml, "Reserved"), Slot(status(device_bytes=12 * GIB, measuring=True))
     node.look(slot, monkeypatch)
-    assert slot.told == [(1000, 10 * GIB)]
+    assert slot.orders == [(1000, 10 * GIB)]
     slot.status = status(device_bytes=12 * GIB)
     node.look(slot, monkeypatch)
-    assert len(slot.told) == 1
+    assert len(slot.orders) == 1

@@ -331,8 +331,8 @@ async def test_each_port_opens_each_verb_to_whom_the_table_says(installed: Insta
                 may |= BLOCKS
             if listener is Listener.ROUTER:  # no `rose batches` stands behind this one: 404
                 may -= rights.allowed(Listener.BATCHES, CallerParty.ROUTER) - PAGES
-            if found.heard != may & found.answered:
-                more, less = found.heard - may, (may & found.answered) - found.heard
+            if found.let_in != may & found.answered:
+                more, less = found.let_in - may, (may & found.answered) - found.let_in
                 wrong.append(f"{listener} {place}, {bearer}: opened {more}, closed {less}")
             assert found.answered, f"{listener} {place} answers nothing"
     await asyncio.to_thread(resume, installed)
@@ -425,8 +425,8 @@ async def test_a_router_that_was_taken_over_opens_what_the_table_gives_routers_a
         for what, word in held.words.items():
             found = await doors.knock(place, word, verbs, trust, held.slot)
             assert found.answered, f"{listener} {place} answers nothing"
-            opened.setdefault(listener, set()).update(found.heard)
-            if more := found.heard - rights.allowed(listener, CallerParty.ROUTER):
+            opened.setdefault(listener, set()).update(found.let_in)
+            if more := found.let_in - rights.allowed(listener, CallerParty.ROUTER):
                 wrong.append(f"{listener} {place}, {what}: opened {more}")
     assert not wrong, "\n".join(wrong)
     assert opened.keys() >= {Listener.OPERATOR, Listener.AGENT, Listener.HOST, Listener.STORE}

@@ -50,7 +50,7 @@ class Client:
         calls: arguments of the calls that the model makes.
         last: what it says in the end.
         environment: of its packages.
-        says: what the client prints; empty: what the model says in the end.
+        prints: what the client prints; empty: what the model says in the end.
         written: answers that it begins every conversation with, as if the model had said them.
     """
 
@@ -61,7 +61,7 @@ class Client:
     last: str = "The file says one."
     written: int = 0
     environment: str = "."
-    says: str = ""
+    prints: str = ""
 
     def answers(self) -> tuple[str, ...]:
         """The model's part."""
@@ -253,7 +253,7 @@ async def play_while_an_engine_dies(
         sessions = {turn["session"] or turn["id"] for turn in turns}
         rows = [row for key in sessions for row in await rows_of(s, key)]
     assert status == 0, result
-    assert (client.says or client.last) in result, result
+    assert (client.prints or client.last) in result, result
     assert sum(len(turn["moves"]) for turn in turns) >= 1, "an engine died in mid-answer"
     return Played(turns, rows)
 
@@ -368,7 +368,7 @@ async def test_nemo_gym_plays_and_scores_a_whole_environment_of_its_own(
         tool="email_reply_email",
         last="It is answered.",
         environment="nemo-gym",
-        says="rewards 0.0 1.0",  # the second task is another one, and the same is done for it
+        prints="rewards 0.0 1.0",  # the second task is another one, and the same is done for it
     )
     recipe = scripted_recipe("client-office", client.script())
     watched = Watched(recipe)
@@ -403,7 +403,7 @@ async def test_openenv_plays_and_scores_two_environments_of_its_own(
         last="All is said.",
         environment="openenv",
         # Of the last message; of an abstention where it is wrong, and where it is right.
-        says="rewards 0.5 -5.0 30.0",
+        prints="rewards 0.5 -5.0 30.0",
     )
     abstains = "<analysis>I look.</analysis><answer>It is not mentioned.</answer>"
     safe = Script("answer", ("So: " + call("answer", json.dumps({"llm_response": abstains})),))

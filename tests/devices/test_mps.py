@@ -135,7 +135,7 @@ class Daemon:
 
     def __init__(self, control: MpsControl, connect: Callable[[str], object]) -> None:
         self.control = control
-        self.tell = connect
+        self.command_daemon = connect
 
 
 @pytest.fixture
@@ -166,8 +166,8 @@ def daemon(pipes: Pipes, request: pytest.FixtureRequest) -> Iterator[Daemon]:
 def test_clients_and_their_end(daemon: Daemon) -> None:
     control = daemon.control
     assert control.servers() == ()
-    daemon.tell("fake_connect 4711 30")
-    daemon.tell("fake_connect 4712")
+    daemon.command_daemon("fake_connect 4711 30")
+    daemon.command_daemon("fake_connect 4712")
     (server,) = control.servers()
     assert (server.state, server.clients) == (ServerState.ACTIVE, frozenset({4711, 4712}))
     assert server.uid == os.geteuid()
@@ -179,13 +179,13 @@ def test_clients_and_their_end(daemon: Daemon) -> None:
 
 
 def test_a_fault_lasts_until_every_client_has_left(daemon: Daemon) -> None:
-    daemon.tell("fake_connect 4711")
-    daemon.tell("fake_fault")
+    daemon.command_daemon("fake_connect 4711")
+    daemon.command_daemon("fake_fault")
     (server,) = daemon.control.servers()
     assert server.state is ServerState.FAULT
     seen = MpsSeen((server,), frozenset({4711}))
     assert may_share(seen, 0).refusal is MpsRefusal.FAULT
-    daemon.tell("fake_leave 4711")
+    daemon.command_daemon("fake_leave 4711")
     assert daemon.control.servers()[0].state is ServerState.ACTIVE
 
 
@@ -195,11 +195,11 @@ def test_a_check_asks_the_daemon_and_says_the_first_thing_that_is_wrong(daemon: 
 
     serving = Question(serving=4711, engine_uid=os.geteuid())
     assert asked(serving) is MpsRefusal.SERVING_OUTSIDE
-    daemon.tell("fake_connect 4711")
+    daemon.command_daemon("fake_connect 4711")
     assert asked(serving) is MpsRefusal.NONE
     engine = replace(serving, client=4712, seen=40, whole=132)
     assert asked(engine) is MpsRefusal.NOT_A_CLIENT
-    daemon.tell("fake_connect 4712 30")
+    daemon.command_daemon("fake_connect 4712 30")
     assert asked(engine) is MpsRefusal.NONE
     assert asked(replace(engine, seen=132)) is MpsRefusal.SHARE_NOT_GIVEN
 
@@ -213,7 +213,7 @@ def test_the_verb_says_what_is_missing_and_then_that_nothing_is(
     flags += ["--answer-seconds", str(PATIENCE), "--engine-uid", str(os.geteuid())]
     assert main(flags) == 1
     assert capsys.readouterr().out.startswith("MpsServingOutside: ")
-    daemon.tell("fake_connect 4711")
+    daemon.command_daemon("fake_connect 4711")
     assert main(flags) == 0
     assert capsys.readouterr().out == "ok\n"
 
@@ -221,7 +221,7 @@ def test_the_verb_says_what_is_missing_and_then_that_nothing_is(
 def test_a_client_loses_its_server_before_it_is_killed(daemon: Daemon) -> None:
     engine = subprocess.Popen(["/bin/sleep", "600"])
     try:
-        daemon.tell(f"fake_connect {engine.pid}")
+        daemon.command_daemon(f"fake_connect {engine.pid}")
         assert end(daemon.control, engine.pid)
         assert daemon.control.servers()[0].clients == frozenset()
         assert engine.wait(30) == -signal.SIGKILL

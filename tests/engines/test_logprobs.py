@@ -13,7 +13,7 @@ from rose_engines.sglang.arguments import environment
 from rose_engines.sglang.plugin import ORIGINAL_VARIABLE, LogprobHook
 
 
-def said() -> str:
+def reported_scale() -> str:
     meta: dict[str, Any] = {"id": "a"}
     LogprobHook().before_versions(meta, [], num_output_tokens=3)
     return str(meta[SCALE])
@@ -27,12 +27,12 @@ def test_it_says_what_its_sampler_does(
     value: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ORIGINAL_VARIABLE, value)
-    assert said() == expected
+    assert reported_scale() == expected
 
 
 def test_without_the_variable_they_are_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ORIGINAL_VARIABLE, raising=False)
-    assert said() == "temperature"
+    assert reported_scale() == "temperature"
 
 
 def test_an_engine_host_starts_all_its_engines_with_the_same_scale(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class FakeClient:
     error: Callable[[str], Exception | None] = lambda _group: None
     began: list[str] = field(default_factory=list)
     groups: dict[str, str] = field(default_factory=dict)
-    said: dict[str, list[str]] = field(default_factory=dict)
+    reported: dict[str, list[str]] = field(default_factory=dict)
     rewards: dict[str, float] = field(default_factory=dict)
     leaving: bool = False
 
@@ -59,7 +59,7 @@ class FakeClient:
         assert set(correct) <= set(trained or ())
         kinds = {"trained": trained, "dropped": dropped, "withdrawn": withdrawn, "cut": cut}
         for kind, keys in kinds.items():
-            self.said.setdefault(kind, []).extend(keys or ())
+            self.reported.setdefault(kind, []).extend(keys or ())
         self.rewards |= {**(trained or {}), **(dropped or {})}
 
 
@@ -76,7 +76,7 @@ class Records:
 
 def sampler(
     client: FakeClient,
-    tell: Records,
+    records: Records,
     shape: RoundShape = SHAPE,
     score: Callable[[Trajectory, str], Awaitable[Trajectory]] | None = None,
 ) -> RoundSampler:
@@ -86,7 +86,7 @@ def sampler(
         bound=1,
         head=lambda: HEAD,
         seed=0,
-        write=tell,
+        write=records,
         score=score,
     )
 
@@ -114,10 +114,10 @@ async def test_a_round_keeps_the_first_members_of_the_first_groups_and_says_what
         ["group-000002-000006.", "group-000002-000007."],
     ]
     await source.report(groups)
-    assert client.said["cut"] == ["group-000001-000005.", "group-000002-000008."]
-    assert not set(client.said["cut"]) & client.rewards.keys(), "nobody knows their reward"
-    assert client.said["withdrawn"] == [f"group-000000-00000{n}." for n in range(3)]
-    assert client.said["dropped"] == []
+    assert client.reported["cut"] == ["group-000001-000005.", "group-000002-000008."]
+    assert not set(client.reported["cut"]) & client.rewards.keys(), "nobody knows their reward"
+    assert client.reported["withdrawn"] == [f"group-000000-00000{n}." for n in range(3)]
+    assert client.reported["dropped"] == []
     [record] = records.rounds
     assert (record["kind"], record["trained"], record["cut"]) == ("short", 4, 2)
     assert (record["put_off"], record["inclusion"]) == (3, 4 / 6)
@@ -137,7 +137,7 @@ async def test_late_groups_are_sampled_anew_under_other_keys_in_a_long_round_wit
     keys = [member.key for group in groups for member in group]
     assert {client.groups[key] for key in keys} == {"group-000000", "group-000003"}
     assert len(keys) == 4
-    assert not set(keys) & set(client.said["withdrawn"])
+    assert not set(keys) & set(client.reported["withdrawn"])
     assert (records.rounds[-1]["cut"], records.rounds[-1]["inclusion"]) == (0, 1.0)
     await source.close()
 
@@ -148,7 +148,7 @@ async def test_every_episode_that_began_is_reported_exactly_once() -> None:
     for _ in range(6):
         await source.report(await whole(source))
     await source.close()
-    found = [key for keys in client.said.values() for key in keys]
+    found = [key for keys in client.reported.values() for key in keys]
     assert sorted(found) == sorted(client.began)
 
 
@@ -178,8 +178,8 @@ async def test_groups_that_are_too_old_are_dropped_whole_with_their_rewards() ->
     await source.report(groups)
     await source.close()
     assert source.statistics.dropped_groups > 0
-    assert len(client.said["dropped"]) == 2 * source.statistics.dropped_groups
-    assert set(client.said["dropped"]) <= client.rewards.keys()
+    assert len(client.reported["dropped"]) == 2 * source.statistics.dropped_groups
+    assert set(client.reported["dropped"]) <= client.rewards.keys()
     assert records.rounds[0]["inclusion"] == 0.0
     assert all(member.versions() == {str(HEAD)} for group in groups for member in group)
 
@@ -244,7 +244,7 @@ async def test_late_rewards_are_in_the_next_step_and_every_episode_is_reported_o
     assert [record["late"] for record in records.rounds] == [0, 1, 1, 1]
     # Two turns of up to 24 s, a second more for the sibling; ten more if it waited for the last.
     assert max(steps) < 2 * (24.0 + 1.0) + 10.0
-    found = [key for keys in client.said.values() for key in keys]
+    found = [key for keys in client.reported.values() for key in keys]
     assert sorted(found) == sorted(client.began)
 
 
@@ -262,7 +262,7 @@ async def test_a_group_without_a_reward_is_left_out_and_the_run_goes_on() -> Non
     await source.close()
     left_out = [key for key, group in client.groups.items() if group == "group-000001"]
     assert len(left_out) == 2
-    assert set(left_out) <= set(client.said["dropped"]) | set(client.said["cut"])
+    assert set(left_out) <= set(client.reported["dropped"]) | set(client.reported["cut"])
     assert sum(int(str(record["unscored"])) for record in records.rounds) == 2
-    found = [key for keys in client.said.values() for key in keys]
+    found = [key for keys in client.reported.values() for key in keys]
     assert sorted(found) == sorted(client.began)

@@ -59,12 +59,12 @@ class Knocked:
 
     Attributes:
         answered: every verb that the port's protocol has.
-        heard: those that did more than refuse.
+        let_in: those that did more than refuse.
         bodies: verb -> text of those that answered 200.
     """
 
     answered: set[str] = field(default_factory=set)
-    heard: set[str] = field(default_factory=set)
+    let_in: set[str] = field(default_factory=set)
     bodies: dict[str, str] = field(default_factory=dict)
 
 
@@ -110,7 +110,7 @@ async def knock(
                 if verb in METHODS:
                     found.answered.add(verb)
                     if await _is_heard(channel, METHODS[verb], token, trust):
-                        found.heard.add(verb)
+                        found.let_in.add(verb)
     return found
 
 
@@ -146,7 +146,7 @@ async def _page(
     # A route that looked for something of that name and knows none was open.
     looked = answer.headers.get(REASON, "").startswith("Unknown")
     if looked or answer.status not in {401, 403, 404, 405}:
-        found.heard.add(verb)
+        found.let_in.add(verb)
     if answer.status == 200:
         found.bodies[verb] = text
 

@@ -217,7 +217,7 @@ async def response_to(
     )
     assert all(answer.answered for answer in answers), f"{name} {ports} answered nothing"
     return (
-        set().union(*(answer.heard for answer in answers)),
+        set().union(*(answer.let_in for answer in answers)),
         set().union(*(answer.answered for answer in answers)),
         [text for answer in answers for text in answer.bodies.values()],
     )
@@ -361,7 +361,7 @@ async def test_the_operator_hears_no_stranger(control_plane: ControlPlane, tmp_p
             (word, CallerParty.NODE),
         ):
             answers = [await doors.knock(port, token, served) for port in ports]
-            received = set().union(*(answer.heard for answer in answers))
+            received = set().union(*(answer.let_in for answer in answers))
             assert received == rights.allowed(Listener.OPERATOR, party) - unbound, party
             assert word not in "".join(text for one in answers for text in one.bodies.values())
         assert word not in operator.log.read_text()

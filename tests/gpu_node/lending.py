@@ -48,12 +48,12 @@ class Lending:
     Attributes:
         pods: serving's, each holding memory on its GPUs.
         models: folder of models, which the node sees.
-        said: what helm said to whoever installed it.
+        notes: what helm said to whoever installed it.
     """
 
     def __init__(self, node: Node, state: State, models: Path) -> None:
         self.node, self.state, self.models = node, state, models
-        self.said = ""
+        self.notes = ""
         self.pods: list[ServingPod] = []
         self._replicas: dict[str, int] = {}
         self._asked: dict[str, object] = {}
@@ -218,7 +218,7 @@ def installation(node: Node, folder: Path) -> Iterator[Lending]:
                 gpu.end(process.pid)
         made = Lending(node, state, make_models(folder))
         try:
-            made.said = made.install()
+            made.notes = made.install()
             made.node.kubectl("apply", "--filename=-", stdin=(HERE / "serving.yaml").read_text())
             yield made
         finally:

@@ -27,7 +27,7 @@ MODEL_IMAGE = "localhost/model-tiny:1"
 def test_the_default_finds_the_gpus_and_lends_those_that_pods_were_given(
     installed: Lending,
 ) -> None:
-    assert "which found RuntimeClass" in installed.said
+    assert "which found RuntimeClass" in installed.notes
     installed.wait(lambda: installed.found() == "Found", "the guard finds its GPUs")
     installed.serve(**USUAL)
     installed.wait_for_all()

@@ -1,4 +1,4 @@
-"""A follower's gate opens on the leader's word alone, whatever the network does to the words."""
+"""A follower's gate opens under the leader's lease alone, whatever the network does to updates."""
 
 from __future__ import annotations
 

@@ -83,11 +83,11 @@ async def holds(host: main.RunningHost, least: int, most: int) -> None:
 
 
 async def failed(host: main.RunningHost, reason: str) -> EngineStatus:
-    async def says() -> bool:
+    async def shows() -> bool:
         status = await status_of(host)
         return (status.state, status.reason) == (EngineState.FAILED, reason)
 
-    await until(says, f"the engine is ended: {reason}")
+    await until(shows, f"the engine is ended: {reason}")
     return await status_of(host)
 
 

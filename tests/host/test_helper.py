@@ -293,12 +293,12 @@ def test_a_word_for_what_makes_kernels_that_is_none_is_refused(
 class _Driver(StaticDriver):
     """A driver that says a version, or fails to."""
 
-    said: str | DeviceError
+    reported: str | DeviceError
 
     def version(self) -> DriverVersion:
-        if isinstance(self.said, DeviceError):
-            raise self.said
-        return DriverVersion(self.said, (12, 8))
+        if isinstance(self.reported, DeviceError):
+            raise self.reported
+        return DriverVersion(self.reported, (12, 8))
 
 
 @pytest.mark.parametrize("how", ["direct", "helped"])
@@ -317,7 +317,7 @@ async def test_a_hosts_engines_use_the_kernels_of_its_own_image_and_driver(
         """The folder of an engine whose host begins now."""
         image.write_text(f"#!/bin/sh\n{packages}\n")
         image.chmod(0o755)
-        driver.said = version
+        driver.reported = version
         rights = await (
             HostPrivileges.with_helper(found, helper) if helper else HostPrivileges.as_root(found)
         )

@@ -50,11 +50,11 @@ async def hosting(rundir: Path, models: Path, on: Node) -> AsyncIterator[main.Ru
 
 
 async def failed(host: main.RunningHost, reason: str) -> EngineStatus:
-    async def says() -> bool:
+    async def shows() -> bool:
         status = await status_of(host)
         return (status.state, status.reason) == (EngineState.FAILED, reason)
 
-    await until(says, f"the engine is refused: {reason}")
+    await until(shows, f"the engine is refused: {reason}")
     return await status_of(host)
 
 

@@ -16,9 +16,9 @@ EIGHT = lease("a", max_slots=8, turns_per_slot=8, demand=Demand(0))
 IDLE = Demand(0, usual_turns=16, idle_seconds=300.0)
 
 
-def slots(of: Lease, held: int = 0, **said: Any) -> int:  # noqa: ANN401  # any field
+def slots(of: Lease, held: int = 0, **changes: Any) -> int:  # noqa: ANN401  # any field
     """Slots wanted when the router says that."""
-    asked = replace(of.demand or Demand(0), **said)
+    asked = replace(of.demand or Demand(0), **changes)
     return want(replace(of, demand=asked), held, PlannerPolicy(), NOW).slots
 
 

@@ -17,9 +17,9 @@ from tests.operator.test_sync import ask
 READY = {"DeviceAccess": "", "MPS/GPU-a": "", "DriverMemoryLimit": ""}
 
 
-def report(bench: Bench, said: dict[str, str]) -> None:
+def report(bench: Bench, reported: dict[str, str]) -> None:
     bench.telemetry.record(
-        SyncRequest("n1", "t", 0, (replica("default/chat", "a"),), (), said), bench.now
+        SyncRequest("n1", "t", 0, (replica("default/chat", "a"),), (), reported), bench.now
     )
 
 
@@ -28,11 +28,11 @@ def conditions(bench: Bench) -> dict[str, dict[str, Any]]:
     return {entry["type"]: entry for entry in status["conditions"]}
 
 
-async def wanting(said: dict[str, str], **spec: object) -> Bench:
+async def wanting(reported: dict[str, str], **spec: object) -> Bench:
     bench = Bench()
     bench.pool(**{f"spec.{name}": value for name, value in spec.items()})
     bench.lease()
-    report(bench, said)
+    report(bench, reported)
     await bench.turn(3)
     return bench
 
@@ -117,14 +117,14 @@ async def test_what_guards_see_and_through_what_stands_in_the_condition() -> Non
     )
 
 
-async def proofs(*found: str, said: str = "") -> dict[str, Any]:
+async def proofs(*found: str, reported: str = "") -> dict[str, Any]:
     bench = Bench()
     bench.pool()
     replicas = tuple(
         msgspec.structs.replace(replica("default/chat", f"r{number}"), gpu_proof=proof)
         for number, proof in enumerate(found)
     )
-    capabilities = {"GpuOwnership": said} if said else {}
+    capabilities = {"GpuOwnership": reported} if reported else {}
     bench.telemetry.record(SyncRequest("n1", "t", 0, replicas, (), capabilities), bench.now)
     await bench.turn(2)
     condition = conditions(bench)["OwnershipProven"]
@@ -139,7 +139,7 @@ async def test_a_pool_whose_gpus_the_kubelet_has_allocated_says_so() -> None:
 
 async def test_gpus_that_are_told_by_process_lists_are_called_weakly_proven() -> None:
     text = "there is no kubelet.sock; GPUs are told by process lists, which proves less"
-    found = await proofs("Allocated", "Processes", said=text)
+    found = await proofs("Allocated", "Processes", reported=text)
     assert (found["status"], found["reason"]) == ("False", "WeaklyProven")
     assert "1 of 2 replicas (n1)" in found["message"]
     assert text in found["message"]

@@ -258,7 +258,7 @@ def routers(stage: Stage) -> object:
 CALLER = {"name": "a", "sha256": "0" * 64}
 
 
-def told(stage: Stage) -> object:
+def router_callers(stage: Stage) -> object:
     """Whom the lease's router is told to hear."""
     lease = RolloutLease.model_validate(stage.object(ObjectKind.LEASE, "grpo"))
     callers = callers_of(lease)
@@ -312,8 +312,8 @@ ONE = {"lending.maxReplicasPercent": 25}
 OPEN = {"lending.timeWindows": [{"days": ["Fri"], "startTime": "07:00", "endTime": "09:00"}]}
 
 
-def window(**said: object) -> Spec:
-    return {"lending.timeWindows": [OPEN["lending.timeWindows"][0] | said]}
+def window(**changes: object) -> Spec:
+    return {"lending.timeWindows": [OPEN["lending.timeWindows"][0] | changes]}
 
 
 MORNING = (100,) * 20 + (900,) * 28  # the bench begins at 08:00; the load comes at 10:00
@@ -661,7 +661,10 @@ LEASES: list[tuple[str, Row | Refused]] = [
     ("router.maxAgeVersions", Row({"router.maxAgeVersions": 4}, argument("max-age"), ["1"], ["4"])),
     ("router.replicas", Row({"router.replicas": 2}, routers, 1, 2)),
     *(
-        (f"router.callers[].{name}", Row({"router.callers": [CALLER | {key: value}]}, told, a, b))
+        (
+            f"router.callers[].{name}",
+            Row({"router.callers": [CALLER | {key: value}]}, router_callers, a, b),
+        )
         for name, key, value, a, b in (
             ("name", "name", "b", "", "b 0 None"),
             ("sha256", "sha256", "0" * 64, "", "a 0 None"),

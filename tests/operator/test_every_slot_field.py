@@ -52,8 +52,8 @@ MPS = {"sharing": {"compute": "MPS"}}
 SHARES = Refused("computePercent and busyComputePercent need compute MPS")
 
 
-def member(**said: object) -> Spec:
-    return {"members": [MEMBER | said]}
+def member(**changes: object) -> Spec:
+    return {"members": [MEMBER | changes]}
 
 
 SLOTS: list[tuple[str, Granted | Refused]] = [

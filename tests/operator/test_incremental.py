@@ -64,7 +64,7 @@ SLOTS = st.fixed_dictionaries(
 )
 REPLICAS = st.lists(
     st.builds(
-        lambda pool, pod, said: replica(pool, pod, **said),
+        lambda pool, pod, fields: replica(pool, pod, **fields),
         st.sampled_from(["default/chat", "default/other", "default/none"]),
         st.sampled_from(PODS),
         st.fixed_dictionaries(
@@ -83,7 +83,7 @@ REPLICAS = st.lists(
     unique_by=lambda one: one.pod_uid,
 )
 REPORTS = st.builds(
-    lambda node, replicas, slots, said: SyncRequest(
+    lambda node, replicas, slots, fields: SyncRequest(
         node,
         "t",
         0,
@@ -92,7 +92,7 @@ REPORTS = st.builds(
             SlotReport(SlotKey(SlotUid(f"uid-{one}"), 1), state, reason, needs_bytes=needed)
             for one, (state, reason, needed) in slots.items()
         ),
-        said,
+        fields,
     ),
     st.sampled_from(NODES),
     REPLICAS,

@@ -36,16 +36,16 @@ async def test_every_condition_is_there_from_the_first_visit_on_whatever_is_know
     early.pool()
     early.lease()
     await early.turn()
-    pool = said(early, ObjectKind.POOL, "default/chat")
+    pool = status_of(early, ObjectKind.POOL, "default/chat")
     assert pool["TelemetryFresh"] == pool["SignalVerified"] == pool["DeviceAccess"] == "Unknown"
-    lease = said(early, ObjectKind.LEASE, "default/grpo")
+    lease = status_of(early, ObjectKind.LEASE, "default/grpo")
     assert lease["Granted"] == "False"
     later = await running()
-    assert list(said(later, ObjectKind.POOL, "default/chat")) == list(pool)
-    assert list(said(later, ObjectKind.LEASE, "default/grpo")) == list(lease)
+    assert list(status_of(later, ObjectKind.POOL, "default/chat")) == list(pool)
+    assert list(status_of(later, ObjectKind.LEASE, "default/grpo")) == list(lease)
 
 
-def said(bench: Bench, kind: ObjectKind, key: str) -> dict[str, str]:
+def status_of(bench: Bench, kind: ObjectKind, key: str) -> dict[str, str]:
     """Status of every condition."""
     conditions = bench.api.objects[kind, key]["status"]["conditions"]
     return {one["type"]: one["status"] for one in conditions}
@@ -452,20 +452,20 @@ async def test_reclaims_come_along_with_a_transition_and_are_no_transition() -> 
     (slot,) = bench.slots()
     key = SlotKey(slot["metadata"]["uid"], slot["metadata"]["generation"])
 
-    async def said(state: SlotState, count: int) -> Any:  # noqa: ANN401  # any field
+    async def status_of(state: SlotState, count: int) -> Any:  # noqa: ANN401  # any field
         report = SlotReport(key, state, version="grpo@1.0", digest="d", reclaims={"Stop": count})
         replicas = (replica("default/chat", "a"), replica("default/chat", "b", kv=300))
         bench.telemetry.record(SyncRequest("n1", "t", 0, replicas, (report,)), bench.now)
         await bench.turn(2)
         return bench.slots()[0]["status"]
 
-    assert (await said(SlotState.STOPPED, 3))["reclaims"] == 0
-    status = await said(SlotState.FAILED, 4)
+    assert (await status_of(SlotState.STOPPED, 3))["reclaims"] == 0
+    status = await status_of(SlotState.FAILED, 4)
     assert (status["state"], status["reclaims"]) == ("Failed", 4)
     bench.now += 1
-    assert (await said(SlotState.STOPPED, 5))["state"] == "Running"
+    assert (await status_of(SlotState.STOPPED, 5))["state"] == "Running"
     bench.now += 31
-    assert (await said(SlotState.STOPPED, 9))["state"] == "Stopped"
+    assert (await status_of(SlotState.STOPPED, 9))["state"] == "Stopped"
     ready = bench.slots()[0]["status"]["conditions"][0]
     assert (ready["type"], ready["reason"]) == ("Ready", "GateHeld")
 

@@ -141,11 +141,11 @@ def test_the_router_of_an_older_lease_of_that_name_is_not_counted() -> None:
     assert _answers(lease) == (7, 0)
 
 
-def _kept(pool: ServingPool, **said: int) -> ServingPool:
+def _kept(pool: ServingPool, **counts: int) -> ServingPool:
     """The pool once its nodes have said so much; two replicas of a node share the counter."""
     found = {
         node: replica("default/chat", node, unlent_reserved_milliseconds=count)
-        for node, count in said.items()
+        for node, count in counts.items()
     }
     reports = [(node, one) for node, one in found.items() for _ in range(2)]
     world = cast("ClusterState", SimpleNamespace(reports_of=lambda _key: reports))

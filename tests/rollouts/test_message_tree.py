@@ -258,7 +258,7 @@ def test_however_a_session_branches_every_token_is_in_its_rows_and_sampled_ones_
 words = st.text("ab", max_size=2)
 talks = st.lists(
     st.tuples(st.sampled_from(["user", "assistant", "tool"]), words).map(
-        lambda said: {"role": said[0], "content": said[1]}
+        lambda pair: {"role": pair[0], "content": pair[1]}
     ),
     max_size=6,
 )

@@ -330,8 +330,8 @@ def test_a_late_group_that_is_lost_leaves_its_place_and_the_order_of_the_batch(
     rounds.open()
     _begun(rounds, "e", "f")
     given: list[str] = []
-    for tell, name in ((_ready, "e"), (_ready, "c"), (Rounds.drop, "d")):
-        assert tell(rounds, name) is None
+    for call, name in ((_ready, "e"), (_ready, "c"), (Rounds.drop, "d")):
+        assert call(rounds, name) is None
         if streams:  # only who streams asks
             given += [one for one in rounds.taken if one not in given]
     closing = _ready(rounds, "f")

@@ -53,8 +53,8 @@ async def events(stage: Stage, path: str, body: Json) -> list[Json]:
     return found
 
 
-def messages(*said: Json, **more: Any) -> Json:  # noqa: ANN401  # of requests
-    return {"model": "m", "max_tokens": 200, "messages": list(said), "tools": [TOOL], **more}
+def messages(*given: Json, **more: Any) -> Json:  # noqa: ANN401  # of requests
+    return {"model": "m", "max_tokens": 200, "messages": list(given), "tools": [TOOL], **more}
 
 
 def user(content: object) -> Json:

@@ -52,9 +52,9 @@ class Nodes:
         assert len(self.frames[target.url]) <= most
         return self.frames[target.url]
 
-    def attach(self, name: str, content: bytes, told: str | None = None) -> None:
+    def attach(self, name: str, content: bytes, digest_sent: str | None = None) -> None:
         self.frames[f"http://{name}"] = content
-        named = digest(content) if told is None else told
+        named = digest(content) if digest_sent is None else digest_sent
         update = EngineUpdate(name, EngineKind.BORROWED, "a/b", f"http://{name}", tokenizer=named)
         self.fleet.apply(update, 1)
 
@@ -87,7 +87,7 @@ async def test_it_is_fetched_once_however_often_engines_speak() -> None:
 
 async def test_what_is_not_as_its_digest_says_is_never_taken() -> None:
     async with nodes() as n:
-        n.attach("a", OTHER, told=digest(GOOD))
+        n.attach("a", OTHER, digest_sent=digest(GOOD))
         await settled(n)
         assert "came is" in n.words.missing()
         n.attach("b", OTHER)
@@ -98,7 +98,7 @@ async def test_what_is_not_as_its_digest_says_is_never_taken() -> None:
 
 async def test_an_engine_that_names_what_it_has_not_keeps_nobody_from_those_that_have_it() -> None:
     async with nodes() as n:
-        n.attach("a", OTHER, told=digest(GOOD))
+        n.attach("a", OTHER, digest_sent=digest(GOOD))
         n.attach("b", GOOD)
         await settled(n)
         assert n.words.current is not None

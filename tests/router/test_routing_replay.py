@@ -75,9 +75,9 @@ async def test_rows_of_a_session_are_one_for_each_token_over_moves_and_turns(sta
 
 
 async def test_trainers_are_told_whether_the_leases_engines_say_experts(stage: Make) -> None:
-    for says in (False, True):
-        async with stage(routed_experts=says) as s:
-            assert (await s.get("/server_info"))["enable_return_routed_experts"] is says
+    for exported in (False, True):
+        async with stage(routed_experts=exported) as s:
+            assert (await s.get("/server_info"))["enable_return_routed_experts"] is exported
 
 
 async def test_a_row_with_a_turn_that_did_not_ask_has_none_until_one_asks_again(

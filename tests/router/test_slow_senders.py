@@ -74,7 +74,7 @@ class Caller:
     ours: socket.socket
     theirs: socket.socket
     unread: int = 0
-    heard: list[float] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
     waited: float = 0.0
     since: float | None = None
 
@@ -92,7 +92,7 @@ class Caller:
         if not self.unread or self.unread < self.sender.mark:
             return
         now = asyncio.get_running_loop().time()
-        self.heard.append(now)
+        self.arrivals.append(now)
         self.waited = max(self.waited, now - (self.since if self.since is not None else now))
         self.since = None
         count = len(self.ours.recv(1 << 20))
@@ -138,15 +138,15 @@ async def test_heads_in_crumbs_are_heard_in_turns_of_sixteen() -> None:
             slow.begin(one.sender, 3600.0)
         await _trickle(them, 1.5, 0.05)
         for one in them:
-            one.heard.clear()
+            one.arrivals.clear()
             one.waited, one.since = 0.0, None
         assert len(slow) == len(them)
         await _trickle(them, 20.0, 0.05)
-        received = sum(len(one.heard) for one in them)
+        received = sum(len(one.arrivals) for one in them)
         sent = 64 * 20 / 0.05
         assert received <= 16 * (20 / 0.1 + 1) < sent / 7
         assert max(one.waited for one in them) <= 0.1 * (64 / 16 + 1) + 0.05
-        assert max(len(one.heard) for one in them) - min(len(one.heard) for one in them) <= 1
+        assert max(len(one.arrivals) for one in them) - min(len(one.arrivals) for one in them) <= 1
 
 
 @pytest.mark.looptime
@@ -178,16 +178,16 @@ async def test_a_body_of_known_length_is_heard_when_it_is_whole_and_not_before()
     with callers(slow, 1) as (one,):
         slow.begin(one.sender, 60.0, Body(3000), 3000)
         slow.note_bytes(one.sender, reading=True)
-        begun = len(one.heard)
+        begun = len(one.arrivals)
         await _trickle([one], 20.0, 0.1)
-        assert len(one.heard) == begun
+        assert len(one.arrivals) == begun
         assert not len(slow)  # no turn would tell more
         one.send(one.sender.mark - one.unread - 1)
         one.step()
-        assert len(one.heard) == begun
+        assert len(one.arrivals) == begun
         one.send()
         one.step()
-        assert len(one.heard) == begun + 1
+        assert len(one.arrivals) == begun + 1
         assert one.sender.begun is None
         assert one.sender.mark == 1
 

@@ -18,7 +18,7 @@ from rose_sandbox.egress import Egress, _NotReachable, is_near
 class Way:
     """A proxy before a server that notes what it is sent."""
 
-    told: list[EgressEffect] = field(default_factory=list)
+    recorded: list[EgressEffect] = field(default_factory=list)
     sent: list[bytes] = field(default_factory=list)
     server: int = 0
     proxy: int = 0
@@ -43,7 +43,7 @@ async def way() -> AsyncIterator[Way]:
         writer.close()
 
     async def record(effect: EgressEffect) -> None:
-        made.told.append(effect)
+        made.recorded.append(effect)
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     made.server = server.sockets[0].getsockname()[1]
@@ -63,7 +63,7 @@ async def test_a_request_goes_to_the_host_that_was_allowed_and_to_no_other_behin
     url = f"http://127.0.0.1:{way.server}/orders?x=1"
     answer = await way.ask(f"POST {url} HTTP/1.1\r\nHost: pay.example\r\nContent-Length: 0\r\n\r\n")
     assert answer.endswith(b"ok")
-    assert [(one.method, one.target) for one in way.told] == [
+    assert [(one.method, one.target) for one in way.recorded] == [
         ("POST", f"127.0.0.1:{way.server}/orders")
     ]
     (head,) = way.sent
@@ -86,7 +86,7 @@ async def test_a_second_request_inside_one_that_was_told_is_refused(way: Way, fi
     answer = await way.ask(f"GET http://127.0.0.1:{way.server}/ HTTP/1.1\r\n{fields}\r\n\r\n", body)
     assert answer.split()[1] in {b"400", b"411"}
     assert way.sent == []
-    assert way.told == []
+    assert way.recorded == []
 
 
 async def test_other_hosts_are_refused_by_name(way: Way) -> None:
@@ -94,7 +94,7 @@ async def test_other_hosts_are_refused_by_name(way: Way) -> None:
     assert answer.split()[1] == b"403"
     assert b"other.example" in answer
     assert b"--egress" in answer
-    assert way.told == []
+    assert way.recorded == []
 
 
 @pytest.mark.parametrize(

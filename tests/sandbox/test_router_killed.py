@@ -102,7 +102,7 @@ class Town:
         self.world = World(root)
         self.model = Following(self)
         self.host_url, self.engine_url = "", ""
-        self.told = asyncio.Event()
+        self.delivered = asyncio.Event()
         self.hears_late = 0.0
         self.routers: list[RouterProcess] = []
         # Routers begin where the modules are imported already.
@@ -143,14 +143,14 @@ class Town:
             answer = await handler(request)
             self.life.step(f"{name} answers {last}")
             if last == "turn":
-                self.told.set()
+                self.delivered.set()
             return answer
 
         return step
 
     async def _deliver(self) -> None:
         """A model takes longer than to tell a host that a turn began; so does this one."""
-        while not self.told.is_set() and self.routers[-1].process.is_alive():  # noqa: ASYNC110
+        while not self.delivered.is_set() and self.routers[-1].process.is_alive():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
     async def start_router(self) -> None:
@@ -195,7 +195,7 @@ class Town:
         Raises:
             RouterGone: it was killed before its answer was whole.
         """
-        self.told.clear()
+        self.delivered.clear()
         self.life.step(f"asks {path}")
         if not self.routers[-1].process.is_alive():
             raise RouterGone

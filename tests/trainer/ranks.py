@@ -83,7 +83,7 @@ class Job:
         """A line for ``main``."""
         return json.dumps(asdict(self)) + "\n"
 
-    def said(self, rank: int) -> tuple[Path, Path]:
+    def output_files(self, rank: int) -> tuple[Path, Path]:
         """Files with a rank's standard output and error."""
         name = f"{self.mode.replace(' ', '-')}-{self.world}-{rank}"
         return Path(self.out) / f"{name}.out", Path(self.out) / f"{name}.err"
@@ -132,7 +132,7 @@ def fork(job: Job, rank: int) -> int:
     pid = os.fork()
     if pid:
         return pid
-    for number, path in enumerate(job.said(rank), start=1):
+    for number, path in enumerate(job.output_files(rank), start=1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
     try:

@@ -52,7 +52,7 @@ class Ranks:
         self._process.stdin.write(job.order())
         self._process.stdin.flush()
         assert self._process.stdout.readline() == "ended\n"
-        files = [job.said(rank) for rank in range(world)]
+        files = [job.output_files(rank) for rank in range(world)]
         return [(reported.read_text(), errors.read_text()) for reported, errors in files]
 
     def end(self) -> None:

@@ -117,13 +117,13 @@ class Named:
 class Reporter:
     """What was reported: trained on and dropped, report by report."""
 
-    said: list[tuple[dict[str, float | None], dict[str, float | None]]] = field(
+    calls: list[tuple[dict[str, float | None], dict[str, float | None]]] = field(
         default_factory=list
     )
 
     def __call__(self, *fates: dict[str, float | None]) -> None:
         trained, dropped = fates
-        self.said.append((trained, dropped))
+        self.calls.append((trained, dropped))
 
 
 def fresh(sample: SessionSample) -> bool:
@@ -144,22 +144,22 @@ def test_what_trl_takes_is_reported_with_its_reward_and_what_it_drops_too() -> N
     for _ in range(3):
         taken.get(timeout=0.1)
     taken.report(ended=True)
-    assert reported.said == [({"a": 1.0, "c": None}, {"b": 0.0})]
+    assert reported.calls == [({"a": 1.0, "c": None}, {"b": 0.0})]
     taken.report(ended=True)
-    assert len(reported.said) == 1
+    assert len(reported.calls) == 1
 
 
 def test_a_conversation_of_several_rows_is_said_once_when_all_have_come() -> None:
     taken, reported = taking(Named("a", 1.0, 4), Named("a", 1.0, 5), Named("b", 0.0, 5))
     taken.get()
     taken.report()
-    assert not reported.said, "more rows of it may come"
+    assert not reported.calls, "more rows of it may come"
     taken.get()
     taken.get()
     taken.report()
-    assert reported.said == [({"a": 1.0}, {})]
+    assert reported.calls == [({"a": 1.0}, {})]
     taken.report(ended=True)
-    assert reported.said[1:] == [({"b": 0.0}, {})]
+    assert reported.calls[1:] == [({"b": 0.0}, {})]
 
 
 def test_a_row_that_comes_after_its_conversation_was_said_says_nothing() -> None:
@@ -169,4 +169,4 @@ def test_a_row_that_comes_after_its_conversation_was_said_says_nothing() -> None
     taken.report()
     taken.get()
     taken.report(ended=True)
-    assert reported.said == [({"a": 1.0}, {}), ({"b": 1.0}, {})]
+    assert reported.calls == [({"a": 1.0}, {}), ({"b": 1.0}, {})]

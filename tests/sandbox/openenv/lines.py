@@ -16,12 +16,12 @@ from rose_sandbox.adapters.openenv_forward import Forwarder, Way
 from rose_sandbox.errors import HostAway
 from rose_weights.errors import Fenced
 
-heard, hold = [], asyncio.Event()
+received, hold = [], asyncio.Event()
 
 
 async def server(line):
     async for message in line:
-        heard.append(message)
+        received.append(message)
         if message == "slow":
             await hold.wait()
         if message == "die":
@@ -35,7 +35,7 @@ async def server(line):
         if message in {"bye", "last"}:
             await line.close(4000, "as asked")
             return
-        await line.send(f"{len(heard)}:{message}" if isinstance(message, str) else message[::-1])
+        await line.send(f"{len(received)}:{message}" if isinstance(message, str) else message[::-1])
 
 
 class Cut:
@@ -180,7 +180,7 @@ async def main():
             await line.send(b"two")
             assert await line.recv() == b"owt"
             await line.send("slow")  # while an answer is owed: at once, and it is given once
-            while heard[-1] != "slow":
+            while received[-1] != "slow":
                 await asyncio.sleep(0.01)
             cut.away = HostAway("away")
             cut.cut()
@@ -188,7 +188,7 @@ async def main():
             await asyncio.sleep(0.2)
             cut.away = None
             assert await line.recv() == "3:slow"
-            assert heard == ["one", b"two", "slow"], heard
+            assert received == ["one", b"two", "slow"], received
             assert cut.steps == ["q", "a"] * 3, cut.steps
             await line.send("bye")
             with suppress(ConnectionClosed):
