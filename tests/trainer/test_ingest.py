@@ -169,8 +169,8 @@ async def test_the_pages_commands_have_the_router_heard_and_nobody_else(
     (tmp_path / "token").write_text("installation")
     words = [str(tmp_path / "token") if one == "token" else one for one in shlex.split(made[0])]
     assert router_token.main(words) == 0
-    result = capsys.readouterr().out
-    assert result.strip() == service_token("installation", "research/grpo", INGEST)
+    token = capsys.readouterr().out
+    assert token.strip() == service_token("installation", "research/grpo", INGEST)
     (command,) = re.findall(r"    rose ingest (--(?:.*\\\n)*.*)", (PAGES / page).read_text())
     given = parser().parse_args(shlex.split(command.replace("\\\n", "")))
     assert given.caller_token_file == Path(made[1])
@@ -180,8 +180,8 @@ async def test_the_pages_commands_have_the_router_heard_and_nobody_else(
     class Nobody:
         """No push reaches it."""
 
-    async with serving(Nobody(), tmp_path, result.strip()) as url:  # type: ignore[arg-type]
-        for shown, status in ((result.strip(), 400), ("installation", 401)):
+    async with serving(Nobody(), tmp_path, token.strip()) as url:  # type: ignore[arg-type]
+        for shown, status in ((token.strip(), 400), ("installation", 401)):
             assert (await post(url, {}, Authorization=f"Bearer {shown}"))[0] == status
 
 

@@ -69,7 +69,7 @@ def test_the_base_is_named_by_the_digest_that_engines_measure(base: Path) -> Non
         digest_run(name, 0, np.ascontiguousarray(found.bits(name))) for name in found.names()
     )
     words = Adapter(base).tensors(model(base))[BASE].numpy().view("<u8")
-    assert [int(result) for result in words] == [digest.low, digest.high]
+    assert [int(part) for part in words] == [digest.low, digest.high]
 
 
 @pytest.mark.parametrize(("rslora", "factor"), [(False, 2.0), (True, 8 / math.sqrt(4))])

@@ -76,9 +76,9 @@ def small_bands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_diff, "BATCH", 1 << 12)
 
 
-def two_states(result: str, share: float) -> tuple[dict[str, Bits], dict[str, Bits]]:
+def two_states(dtype: str, share: float) -> tuple[dict[str, Bits], dict[str, Bits]]:
     """Random bits with all corners in them; some tensors of the second are the first's."""
-    kind, draw = FORMATS[result], np.random.default_rng(7)
+    kind, draw = FORMATS[dtype], np.random.default_rng(7)
     before, after = {}, {}
     for name, shape in SHAPES.items():
         count = int(np.prod(shape))
@@ -93,19 +93,19 @@ def two_states(result: str, share: float) -> tuple[dict[str, Bits], dict[str, Bi
     return before, after
 
 
-def tensors_of(state: dict[str, Bits], result: str) -> dict[str, torch.Tensor]:
+def tensors_of(state: dict[str, Bits], dtype: str) -> dict[str, torch.Tensor]:
     return {
         name: torch.tensor(bits.view(f"i{bits.itemsize}"), device=DEVICE)
-        .view(DTYPES[result])
+        .view(DTYPES[dtype])
         .view(SHAPES[name])
         for name, bits in state.items()
     }
 
 
 def host_manifest(
-    before: dict[str, Bits], after: dict[str, Bits], result: str
+    before: dict[str, Bits], after: dict[str, Bits], dtype: str
 ) -> tuple[Manifest, Manifest, Manifest | None, list[bytes]]:
-    tensors = table(TensorSpec(name, result, shape) for name, shape in SHAPES.items())
+    tensors = table(TensorSpec(name, dtype, shape) for name, shape in SHAPES.items())
     bare = Builder(tensors, None, lambda _: None)
     for bits in before.values():
         bare.add(None, bits, blocks=False)
@@ -123,24 +123,24 @@ PLACES: tuple[Place, Place] = ("host", "device")
 # Where the base lies changes nothing of how a dtype is coded: one has both with each share, the
 # others by turns.
 CASES = [
-    (result, share, place)
-    for (number, result), (turn, share) in product(enumerate(DTYPES), enumerate(SHARES))
-    for place in (PLACES if result == "BF16" else [PLACES[(number + turn) % 2]])
+    (dtype, share, place)
+    for (number, dtype), (turn, share) in product(enumerate(DTYPES), enumerate(SHARES))
+    for place in (PLACES if dtype == "BF16" else [PLACES[(number + turn) % 2]])
 ]
 
 
 @pytest.mark.usefixtures("small_bands")
-@pytest.mark.parametrize(("word", "share", "keep_on"), CASES)
+@pytest.mark.parametrize(("dtype", "share", "keep_on"), CASES)
 def test_the_manifest_and_every_block_are_the_hosts(
-    result: str, share: float, keep_on: Place
+    dtype: str, share: float, keep_on: Place
 ) -> None:
-    before, after = two_states(result, share)
-    base, wanted, wanted_on_base, wanted_blocks = host_manifest(before, after, result)
-    model = tensors_of(before, result)
+    before, after = two_states(dtype, share)
+    base, wanted, wanted_on_base, wanted_blocks = host_manifest(before, after, dtype)
+    model = tensors_of(before, dtype)
     snapshot = DeviceSnapshot(Layout(list(model.items())), Base(keep_on), ranked=True)
     snapshot.take(model)
     assert all(np.array_equal(snapshot.bits(name), bits) for name, bits in before.items())
-    snapshot.take(tensors_of(after, result))
+    snapshot.take(tensors_of(after, dtype))
     blocks: list[bytes] = []
     builder = Builder(base.tensors, base, blocks.append, on_base=True)
     for name in SHAPES:
