@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 _MEMORY = 0.98  # forgetting factor: 1 / (1 - 0.98) = the last fifty requests carry the weight
 _BELIEF = 4.0  # requests that the prior of the slope counts for: few, so that evidence wins soon
@@ -226,13 +227,22 @@ class Predictor:
 
     def prefill_s(self, size: int, *, shared: bool) -> float:
         """Predicted time to first token for a body of ``size`` bytes (unknown: -1)."""
-        slowdown = self.profile.shared_prefill
-        return self.profile.prefill_s(size) * self.prefill.factor(slowdown, shared=shared)
+        return self.profile.prefill_s(size) * self._prefill_factors[shared]
 
     def decode_s(self, running: int, *, shared: bool) -> float:
         """Predicted time per token with ``running`` requests in the batch."""
-        slowdown = self.profile.shared_decode
-        return self.profile.decode_s(running) * self.decode.factor(slowdown, shared=shared)
+        return self.profile.decode_s(running) * self._decode_factors[shared]
+
+    # A gate asks many times a second, and what was learned changes only when a request ends.
+    @cached_property
+    def _prefill_factors(self) -> tuple[float, float]:
+        """Of a prefill alone, and beside a rollout engine."""
+        return self._factors(self.prefill, self.profile.shared_prefill)
+
+    @cached_property
+    def _decode_factors(self) -> tuple[float, float]:
+        """Of a decode step alone, and beside a rollout engine."""
+        return self._factors(self.decode, self.profile.shared_decode)
 
     def learn_prefill(self, size: int, seconds: float, *, share: float) -> Predictor:
         """Learn from a time to first token that met an open gate for ``share`` of it."""
@@ -255,6 +265,10 @@ class Predictor:
         if decoding:
             return self.decode.line(self.profile.shared_decode).loss
         return self.prefill.line(self.profile.shared_prefill).loss
+
+    @staticmethod
+    def _factors(phase: Mixture, slowdown: float) -> tuple[float, float]:
+        return phase.factor(slowdown, shared=False), phase.factor(slowdown, shared=True)
 
     def _learned(self, phase: Mixture, seen: float, share: float, slowdown: float) -> Mixture:
         if seen <= 0:

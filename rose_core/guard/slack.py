@@ -26,7 +26,7 @@ position.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rose_core.guard.predictor import Predictor
 from rose_core.guard.shares import lendable
@@ -59,12 +59,17 @@ class LatencyObjective:
 
     def budget_s(self, goal_s: float, alone_s: float) -> float:
         """What may be used of a latency that takes ``alone_s`` by itself; infinite: no limit."""
-        limits = []
-        if goal_s:
-            limits.append(goal_s * (1 - self.margin))
+        return self._limit_s(goal_s, alone_s, 1 - self.margin)
+
+    def whole_s(self, goal_s: float, alone_s: float) -> float:
+        """The same without a margin."""
+        return self._limit_s(goal_s, alone_s, 1.0)
+
+    def _limit_s(self, goal_s: float, alone_s: float, used: float) -> float:
+        limit = goal_s * used if goal_s else float("inf")
         if self.max_increase:
-            limits.append(alone_s * (1 + self.max_increase * (1 - self.margin)))
-        return min(limits, default=float("inf"))
+            limit = min(limit, alone_s * (1 + self.max_increase * used))
+        return limit
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class _Account:
     def of(cls, streaming: int, objective: LatencyObjective, predictor: Predictor) -> _Account:
         alone = predictor.decode_s(streaming, shared=False)
         budget = objective.budget_s(objective.tpot_s, alone)
-        whole = replace(objective, margin=0.0).budget_s(objective.tpot_s, alone)
+        whole = objective.whole_s(objective.tpot_s, alone)
         return cls(budget, whole - budget, predictor.decode_s(streaming, shared=True))
 
     def left_s(self, request: LiveRequest, at_ns: int) -> float:

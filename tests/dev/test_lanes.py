@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from rose_dev.lanes import given, names, refused, wanted
@@ -125,3 +127,11 @@ def test_what_was_tried_again_is_written_down_once(
     run(pytester, *again, test_1="def test_b(): pass\n")
     run(pytester, *again, test_1=text.replace("test_a", "test_c"))
     assert (pytester.path / "out/again").read_text() == "test_1.py::test_a\ntest_1.py::test_c\n"
+
+
+def test_what_was_collected_is_looked_at_by_no_search_for_garbage(
+    request: pytest.FixtureRequest,
+) -> None:
+    assert gc.isenabled()
+    assert gc.is_tracked(request.node)
+    assert all(one is not request.node for one in gc.get_objects())

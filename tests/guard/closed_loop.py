@@ -19,7 +19,9 @@ from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import LatencyObjective
 from rose_core.telemetry.book import FinishedRequest, LiveRequest
 from rose_core.telemetry.events import EndKind
-from tests.guard.worlds import MS, NOW, busy, facts
+from rose_core.telemetry.signal import ServingSignal
+from rose_core.wire.sync import SignalSource
+from tests.guard.worlds import MS, NOW, facts
 
 _DEFAULT = GateLimits()
 _LEAD_MS = 3  # before a period begins
@@ -248,8 +250,11 @@ class Guarded:
         return verdict.open, verdict.reason is GateReason.SLACK
 
     def _live_requests(self, world: World) -> tuple[LiveRequest, ...]:
+        if not self._every_ms:
+            self._reported_ns = NOW + world.now_ms * MS
+            return tuple(self._live(asked) for asked in world.under_way)
         news = {(asked.number, asked.first_ms > 0) for asked in world.under_way}
-        beat = not self._every_ms or (world.now_ms + _LEAD_MS) % self._every_ms == 0
+        beat = (world.now_ms + _LEAD_MS) % self._every_ms == 0
         if beat or not news <= self._news:
             self._news = news
             self._told = tuple(self._live(asked) for asked in world.under_way)
@@ -267,7 +272,9 @@ class Guarded:
             self.goals.ttft_s, self.goals.tpot_s, self.goals.max_increase, margin
         )
         predictor = self.experience.predictor
-        signal = replace(busy(*requests), tokens_until_ns=self._reported_ns)
+        signal = ServingSignal(
+            SignalSource.WIRE_TAP, len(requests), requests, tokens_until_ns=self._reported_ns
+        )
         return facts(signal, idle_share=0.0, objective=goals, predictor=predictor)
 
     def _live(self, asked: Asked) -> LiveRequest:

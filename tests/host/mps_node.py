@@ -28,6 +28,7 @@ from rose_dev.gpu import layout
 from rose_dev.gpu.library import preloaded
 from rose_dev.gpu.state import State, StateGpu
 from rose_dev.gpu.testing import require
+from rose_dev.shell import ending_with_us
 from tests.host.helpers import order
 
 GPU = GpuUuid("GPU-a")
@@ -86,7 +87,8 @@ def node() -> Iterator[Node]:
     pipes = Pipes(folder).create()
     command = [sys.executable, "-m", "rose_cli.main", "mps"]
     command += ["--root", str(folder), "--program", " ".join(PROGRAM)]
-    daemon, serving = subprocess.Popen(command), subprocess.Popen(["/bin/sleep", "600"])
+    daemon = subprocess.Popen(ending_with_us(command))
+    serving = subprocess.Popen(ending_with_us(["/bin/sleep", "600"]))
     try:
         assert wait_for((pipes.pipe / "control").exists, 30.0)
         with State.create(folder / "nvml.state", "h100x2") as nvml, preloaded(nvml.path):

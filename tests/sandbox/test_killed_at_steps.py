@@ -33,6 +33,12 @@ from tests.weights.faulty import Crash, FaultyDisk
 State = tuple[bytes, bytes]
 
 
+@pytest.fixture
+def tmp_path(memory_dir: Path) -> Path:
+    """Of more than two thousand hosts, each with a store of its own."""
+    return memory_dir
+
+
 @dataclass
 class Life:
     """Of a host; None: it lives on.

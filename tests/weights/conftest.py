@@ -28,6 +28,12 @@ def s3_environment() -> Iterator[str]:
         yield endpoint
 
 
+@pytest.fixture
+def tmp_path(memory_dir: Path) -> Path:
+    """A store is thousands of small files."""
+    return memory_dir
+
+
 @pytest.fixture(params=["folder", "bucket"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """What ``--root`` says: a new folder, or a new prefix in a bucket."""
