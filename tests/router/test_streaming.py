@@ -156,6 +156,18 @@ async def test_events_are_written_at_once_and_whole_where_a_socket_takes_a_part_
     assert len(written) >= len(counts) - 1, "the head goes with the first event"
 
 
+async def test_the_last_token_comes_with_the_end_and_not_twice(stage: Make) -> None:
+    async with stage() as s:
+        await s.engine(token_seconds=0.005)
+        body = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 6}}
+        async with s.post("/generate", body) as reply:
+            lines = (await reply.read()).split(b"\n\n")
+    told = [json.loads(line[6:])["meta_info"] for line in lines[:-2]]
+    *before, last = [(one["completion_tokens"], one["finish_reason"]) for one in told]
+    assert last == (6, {"type": "length", "length": 6})
+    assert all(count < 6 and finish is None for count, finish in before)
+
+
 async def test_a_caller_by_tls_is_written_to_by_its_transport() -> None:
     plain, tls = Mock(), Mock()
     plain.get_extra_info = {"socket": Mock(fileno=lambda: 7)}.get

@@ -447,7 +447,7 @@ class LegReader:
         self.wants_final_event = bool(wanted) and self._crossing is not None
 
     def take(self, events: Iterable[StreamEvent], halt: Callable[[], None] | None = None) -> bool:
-        """Take events that came together; listeners are notified once.
+        """Take events that came together; listeners are notified once, at the end by it.
 
         Args:
             events: in their order.
@@ -473,7 +473,9 @@ class LegReader:
                 if not turn.first_token_at:
                     turn.first_token_at = now
                     metrics.FIRST_TOKEN_SECONDS.observe(now - turn.began)
-                turn.changed.fire()
+                # The end of the turn follows in a moment and says its last tokens with it.
+                if not (leg.ended and leg.complete):
+                    turn.changed.fire()
         return True
 
     def _take_event(self, event: StreamEvent, now: float, halt: Callable[[], None] | None) -> bool:
