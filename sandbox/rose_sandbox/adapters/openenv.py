@@ -292,8 +292,8 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
         asked = f"while read -r pid; do kill -0 $pid || exit 9; done <{_PIDS}; tail -c 2000 {_LOG}"
         made = await self._here.run(asked, _SECONDS, shell=None)
         if made.exit_code == 9:
-            reply = await self._here.run(f"tail -c 2000 {_LOG}", _SECONDS, shell=None)
-            raise RuntimeError(f"the server has ended:\n{reply.stdout.decode(errors='replace')}")
+            log = await self._here.run(f"tail -c 2000 {_LOG}", _SECONDS, shell=None)
+            raise RuntimeError(f"the server has ended:\n{log.stdout.decode(errors='replace')}")
 
     async def _stop(self) -> None:
         forwarder, self._forwarder = self._forwarder, None
@@ -364,13 +364,13 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
             with suppress(HostAway):  # another name may have an address
                 places |= dict.fromkeys(await _each(url))
         # Beside each other: those that are silent cost seconds once.
-        reply = dict(zip(places, await asyncio.gather(*map(self._has_it, places)), strict=True))
+        present = dict(zip(places, await asyncio.gather(*map(self._has_it, places)), strict=True))
         for url in places:
-            if reply[url]:
+            if present[url]:
                 return url
         why: SandboxError = HostAway("no host answers")
         for url in places:
-            if reply[url] is None:
+            if present[url] is None:
                 continue
             far = RemoteHost(url, self._token)
             try:
@@ -477,8 +477,8 @@ async def _command(box: Sandbox) -> str:
     path = found.stdout.decode().strip()
     if not path:
         raise RuntimeError("the image has no /app/env/openenv.yaml: name a command (cmd=)")
-    reply = yaml.safe_load(await box.read(path))
-    app = reply.get("app") if isinstance(reply, dict) else None
+    settings = yaml.safe_load(await box.read(path))
+    app = settings.get("app") if isinstance(settings, dict) else None
     if not isinstance(app, str):  # a file of a user
         raise RuntimeError(  # noqa: TRY004 - it is a user's
             f"{path} names no app: name a command (cmd=)"

@@ -287,8 +287,8 @@ def _read_ack(raw: str | bytes) -> _Ack:
 
 def _may_be_sent(code: int) -> bool:
     """Whether a code may stand in a close frame (RFC 6455, 7.4)."""
-    ack = {CloseCode.NO_STATUS_RCVD, CloseCode.ABNORMAL_CLOSURE, CloseCode.TLS_HANDSHAKE, 1004}
-    return 1000 <= code < 5000 and code not in ack
+    reserved = {CloseCode.NO_STATUS_RCVD, CloseCode.ABNORMAL_CLOSURE, CloseCode.TLS_HANDSHAKE, 1004}
+    return 1000 <= code < 5000 and code not in reserved
 
 
 async def _notify(step: Callable[[], Awaitable[object]]) -> None:
