@@ -1,5 +1,8 @@
 """The control plane alone: a real API server that survives its own death."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from rose_dev.control_plane import ControlPlane
@@ -21,3 +24,11 @@ def test_objects_outlive_the_api_server(control_plane: ControlPlane) -> None:
 
 def test_the_version_is_parsable(control_plane: ControlPlane) -> None:
     assert '"gitVersion": "v1.' in control_plane.kubectl("get", "--raw=/version")
+
+
+def test_its_servers_seldom_search_for_garbage(control_plane: ControlPlane) -> None:
+    servers = {one.name: one.process.pid for one in control_plane._children.values()}
+    assert {"etcd", "kube-apiserver"} <= servers.keys()
+    asked = f"GOGC={os.environ.get('GOGC', '400')}".encode()  # yours comes first
+    for pid in servers.values():
+        assert asked in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
