@@ -41,7 +41,7 @@ class _Sleeping:
     def room(self, _name: str, verifying: Counter[str]) -> bool:
         return verifying.total() < _WORKERS
 
-    def free(self, _team: str, verifying: Counter[str]) -> int:
+    def idle(self, _team: str, verifying: Counter[str]) -> int:
         return _WORKERS - verifying.total()
 
     async def verify(

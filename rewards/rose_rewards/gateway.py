@@ -55,8 +55,8 @@ class Pool(Protocol):
     def room(self, name: str, verifying: Counter[str]) -> bool:
         """Whether one more of this function may begin; ``verifying`` counts by owner's team."""
 
-    def free(self, team: str, verifying: Counter[str]) -> int:
-        """How many of this team's verifications may begin."""
+    def idle(self, team: str, verifying: Counter[str]) -> int:
+        """How many of this team's workers have nothing to do."""
 
     async def verify(
         self, name: str, body: bytes, seconds: float, apart: set[object]
@@ -260,8 +260,8 @@ class Gateway:
         ]
         scaling = Scaling(target, self.patience, self.cold_start, self.queue_limit)
         teams = {one.team for one in self.functions.values() if team in {None, one.team}}
-        free = sum(self.pool.free(one, self._verifying) for one in teams)
-        return wished(self._demands(team), scaling, now, waiting, running, free=free)
+        idle = sum(self.pool.idle(one, self._verifying) for one in teams)
+        return wished(self._demands(team), scaling, now, waiting, running, free=idle)
 
     def _hedge_wanted(self, team: str | None) -> bool:
         """Whether something late would be given to a second worker if there was one."""

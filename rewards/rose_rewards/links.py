@@ -112,9 +112,15 @@ class LinkedWorkers:
 
     def room(self, name: str, verifying: Counter[str]) -> bool:
         """Whether one more of this function may begin; ``verifying`` counts by team."""
-        return self.free(self.functions[name].team, verifying) > 0
+        return self._room(self.functions[name].team, verifying) > 0
 
-    def free(self, team: str, verifying: Counter[str]) -> int:
+    def idle(self, team: str, verifying: Counter[str]) -> int:
+        """How many of the team's workers have nothing to do, at any of their places."""
+        mine = [one for one in self._links if one.team == team]
+        on_their_way = verifying[team] - sum(len(one.running) for one in mine)
+        return max(0, sum(one.free == one.places for one in mine) - on_their_way)
+
+    def _room(self, team: str, verifying: Counter[str]) -> int:
         """How many of the team's verifications may begin."""
         # Those that leave take nothing more, and what they finish holds no place of the others.
         held = sum(

@@ -194,8 +194,8 @@ class WorkerPool:
         """Whether one more verification may begin."""
         return verifying.total() < self.most
 
-    def free(self, _team: str, verifying: Counter[str]) -> int:
-        """How many verifications may begin, whosever they are."""
+    def idle(self, _team: str, verifying: Counter[str]) -> int:
+        """How many workers have nothing to do, whosever the verifications are."""
         return max(0, self.most - verifying.total())
 
     async def verify(

@@ -130,7 +130,7 @@ def wished(
         waiting: of each reward that waits, its age and, once its group lacks none but what was
             taken, for how long that has been so; seconds.
         running: seconds for which each reward that runs has been verified.
-        free: verifications that could begin at once.
+        free: workers that are there and have nothing to do.
     """
     ages = [promised_age(age, complete, scaling.patience_s) for age, complete in waiting]
     expected = sum(team.expected(now, scaling.cold_start_s) for team in teams)

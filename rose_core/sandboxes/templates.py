@@ -63,6 +63,8 @@ _POWERS: Mapping[str, Decimal] = {
     **{name: Decimal(1 << 10 * n) for n, name in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi"), 1)},
 }
 _QUANTITY = re.compile(r"([+]?[0-9.]+(?:[eE][+-]?[0-9]{1,3})?)([a-zA-Z]{0,2})")
+_MOST = Decimal(1 << 63)
+"""Kubernetes holds a quantity in 63 bits; beyond that no limit can be written down."""
 _REFERENCE = re.compile(r"\$(?:\$|\(([^()]*)\))")
 _ANY = (Network("0.0.0.0/0"), Network("::/0"))
 _DNS_PORT = 53
@@ -403,9 +405,13 @@ def _amounts(reader: _Reader, at: str, given: object) -> TemplateLimits:
         quantity = _QUANTITY.fullmatch(str(value))
         try:
             number, unit = quantity.groups() if quantity is not None else ("", "")
-            found[place] = Decimal(number) * _POWERS[unit]
+            made = Decimal(number) * _POWERS[unit]
         except (InvalidOperation, KeyError):
-            reader.refuse(place, f"{value!r} is no quantity")
+            made = _MOST
+        if made >= _MOST:
+            return reader.refuse(place, f"{value!r} is no quantity")
+        found[place] = made
+        return None
 
     reader.fields(at, given, dict.fromkeys(("cpu", "memory", "ephemeral-storage"), amount))
     cpus = found.get(f"{at}.cpu")

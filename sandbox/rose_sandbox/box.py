@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -61,7 +61,8 @@ class Box:
         boundary: the task of the last boundary.
         egress: its proxy.
         acts: commands, files and connections of its agent that have begun, and turns.
-        acted_at: when the last of them began that is no turn, or its life here.
+        acted_at: when the last of them began that is no turn, a connection of others ended, or its
+            life began here.
         bound_at: ``acts`` when the turn that ``ids`` are of began, or the record was made.
         received: what the model was given at the newest turn that the host has heard of, also late.
         closing: the last turn, where nobody asked the model for it.
@@ -175,7 +176,10 @@ class Box:
                 no record, and is the newest that the host has heard of.
         """
         if if_match not in {"", self.etag}:
-            self.received = ids
+            # A replica whose host was away says at the session's end what it gave the model last.
+            # Where that is how the newest turn begins, it is of a turn before that one.
+            if self.received[: len(ids)] != ids:
+                self.received = ids
             raise HeardLate(
                 f"session {self.owned.session} is at {self.etag} and was at {if_match} when the "
                 "model was asked: what its agent did since is saved with the next turn"
@@ -194,8 +198,12 @@ class Box:
             if not boundary.cancelled():  # one was, whose place another save took
                 boundary.result()
 
+    def still(self, now: float) -> float:
+        """Seconds since its agent can have done anything last."""
+        return 0.0 if self.tunnels else now - self.acted_at
+
     @contextmanager
-    def tunneled(self, limits: TunnelLimits, now: float) -> Iterator[None]:
+    def tunneled(self, limits: TunnelLimits, clock: Callable[[], float]) -> Iterator[None]:
         """Count one more connection into it, while the block lasts.
 
         Raises:
@@ -207,12 +215,13 @@ class Box:
                 "allowed: close one"
             )
         self.tunnels += 1
-        self.act(now)
+        self.act(clock())
         metrics.TUNNELS.inc()
         try:
             yield
         finally:
             self.tunnels -= 1
+            self.acted_at = clock()  # what came through it until now, nobody has seen
             metrics.TUNNELS.dec()
 
     @property

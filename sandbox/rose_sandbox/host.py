@@ -246,7 +246,7 @@ class Host:
             TooManyTunnels: the sandbox has as many as are allowed.
         """
         box = await self._reached(session)
-        with box.tunneled(self.tunnel_limits, self._now()):
+        with box.tunneled(self.tunnel_limits, self._now):
             yield Tunnel(await self._runtime.connect(box.handle, port), box.gone)
 
     async def state(self, session: str) -> SessionStatus:
@@ -254,9 +254,9 @@ class Host:
         return self._box(session).status(session)
 
     async def moment(self, session: str) -> tuple[str, float]:
-        """The ``etag`` for ``turn_began``, and seconds since the last act of its agent began."""
+        """The ``etag`` for ``turn_began``, and seconds since its agent can have acted last."""
         box = self._box(session)
-        return box.etag, self._now() - box.acted_at
+        return box.etag, box.still(self._now())
 
     def sessions(self) -> tuple[str, ...]:
         """Those with a sandbox here."""

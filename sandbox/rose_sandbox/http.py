@@ -85,10 +85,12 @@ STATUS: dict[type[Exception], int] = {
 REFUSAL = "Rose-Error"
 """Header with the error of a WebSocket that was refused, as bodies have it elsewhere."""
 STILL = "Rose-Still-Seconds"
-"""Header of a session's state: how long ago the last act of its agent began."""
+"""Header of a session's state: how long ago its agent can have acted last; 0 while somebody has a
+connection into it, through which nobody sees what comes."""
 PROMPT = "Rose-Prompt-Tokens"
 """Header of a session's end: how many of its tokens the model was last given. No field of the body,
 since hosts refuse those that they do not know."""
+PROMPT_LENGTH = re.compile("[0-9]{1,10}").fullmatch
 MOST_HEADERS = 100
 """Of a server in a sandbox, whose word takes the host's memory: what web servers allow."""
 STATUS_CODE = re.compile("[2-5][0-9]{2}")
@@ -409,6 +411,8 @@ class _Api:
     async def ended(self, request: web.Request) -> web.Response:
         asked = await _read(request, _Turn)
         prompt = request.headers.get(PROMPT)
+        if prompt is not None and not (PROMPT_LENGTH(prompt) and int(prompt) <= len(asked.ids)):
+            raise ValueError(f"{PROMPT} is {prompt:.20}, of {len(asked.ids)} ids")
         given = int(prompt) if prompt is not None else None
         whole = BoundTokens(asked.ids, asked.weight_versions, asked.history, given)
         return _json(asdict(await self._host.ended(_key(request), whole)))

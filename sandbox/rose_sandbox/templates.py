@@ -7,6 +7,7 @@ what of a template is honoured.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ READ_SECONDS = 10.0
 """Of an API server, for one small object."""
 _START_SECONDS = 30.0
 """To make folders and to begin a command, not to end it."""
+_NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+"""Of an object of a cluster. Of another the client would make a path that leads elsewhere, as ``..``
+does: to templates of other namespaces, or to whatever else this host may get."""
 _SandboxTemplate = create_namespaced_resource(GROUP, VERSION, "SandboxTemplate", PLURAL)
 
 
@@ -71,6 +75,8 @@ class ClusterTemplates:
 
     async def read(self, name: str) -> Mapping[str, Any]:
         """See ``TemplateSource``."""
+        if not _NAME.fullmatch(name):
+            raise UnknownTemplate(f"{name!r} is no name of a SandboxTemplate")
         client = self._opened()
         try:
             found = await client.get(_SandboxTemplate, name, namespace=self._namespace)
@@ -148,7 +154,8 @@ class Templates:
             UnknownTemplate, NoTemplates, Unavailable: as ``TemplateSource``.
             TemplateRefused: it asks for what a sandbox is not, or for another runtime.
             AlreadyThere, UnknownImage: as ``Host.create``.
-            RuntimeFailed: its command does not start; there is no sandbox.
+            RuntimeFailed: a folder cannot be made, or its command is not there; there is no
+                sandbox.
         """
         if self.source is None:
             raise NoTemplates("this host reads no templates; start it with --templates NAMESPACE")
@@ -178,12 +185,10 @@ class Templates:
                 f"template {name}: image {made.image}: {error}; a host is told what it stands for "
                 "by --template-image REFERENCE=NAME"
             ) from error
-        if begin := _beginning(made):
+        if steps := _beginning(made):
             try:
-                began = await host.exec(session, begin, _START_SECONDS, shell=None)
-                if began.exit_code:
-                    output = began.stderr.decode(errors="replace")[-500:]
-                    raise RuntimeFailed(f"template {name} does not begin: {output}")  # noqa: TRY301
+                for step in steps:
+                    await _begin(host, session, name, step)
             except BaseException:  # also where its caller goes away: it is not what was asked for
                 await host.end(session, forget=True)
                 raise
@@ -202,10 +207,22 @@ def limits_of(limits: TemplateLimits, requests: TemplateLimits) -> Limits:
     )
 
 
-def _beginning(made: TemplateSandbox) -> str:
-    """Makes its folders, and begins its command beside what agents run."""
-    lines = [f"mkdir -p {shlex.quote(one)}" for one in made.folders]
-    if made.command:
-        log = f"> {COMMAND_LOG} 2>&1 < /dev/null"
-        lines += ["mkdir -p /var/log", f"setsid {shlex.join(made.command)} {log} &"]
-    return "\n".join(lines)
+async def _begin(host: Host, session: str, name: str, step: str) -> None:
+    began = await host.exec(session, step, _START_SECONDS, shell=None)
+    if began.exit_code:
+        output = (began.stderr or began.stdout).decode(errors="replace")[-500:]
+        raise RuntimeFailed(f"template {name} does not begin: {output}")
+
+
+def _beginning(made: TemplateSandbox) -> list[str]:
+    """Makes its folders, also where commands start, and begins its command beside what agents run.
+
+    In two steps, since what begins in the background says of nothing before it that it failed.
+    """
+    folders = [*([made.folder] if made.folder else []), *made.folders]
+    lines = [f"mkdir -p {shlex.quote(one)}" for one in folders]
+    if not made.command:
+        return [" && ".join(lines)] if lines else []
+    lines += ["mkdir -p /var/log", f"type {shlex.quote(made.command[0])}"]
+    log = f"> {COMMAND_LOG} 2>&1 < /dev/null"
+    return [" && ".join(lines), f"setsid {shlex.join(made.command)} {log} &"]

@@ -41,7 +41,7 @@ class ScriptedPool:
     def room(self, _name: str, verifying: Counter[str]) -> bool:
         return verifying.total() < self.places
 
-    def free(self, _team: str, verifying: Counter[str]) -> int:
+    def idle(self, _team: str, verifying: Counter[str]) -> int:
         return self.places - verifying.total()
 
     async def verify(

@@ -172,6 +172,27 @@ async def test_what_one_that_goes_still_has_takes_no_place_of_one_that_came(fold
             assert (await asked)[1]["outcome"] == "scored"
 
 
+async def test_a_worker_with_a_place_left_is_not_one_with_nothing_to_do(folder: Path) -> None:
+    """It was told to go while it worked: one of several places verified what had waited for it."""
+    mark = folder / "out" / "go"
+    listed = {"wait": own(folder, "wait", team="a", tries=1)}
+    async with gateway(folder, listed) as rewards, worker(rewards, folder, "a", 3):
+        await places(rewards.gateway, "a", 3)
+        assert rewards.gateway.wish(2.0, "a") == 0
+        asked = asyncio.create_task(rewards.ask("word-a", function="wait", data=str(mark)))
+
+        async def running_() -> bool:
+            return rewards.gateway.verifications == 1
+
+        await until(running_, "it runs")
+        assert rewards.gateway.wish(2.0, "a") == 1
+        async with worker(rewards, folder, "a"):
+            await places(rewards.gateway, "a", 4)
+            assert rewards.gateway.wish(2.0, "a") == 0, "another one has nothing to do"
+        mark.touch()
+        assert (await asked)[1]["outcome"] == "scored"
+
+
 @contextlib.asynccontextmanager
 async def dialled(rewards: Rewards, team: str) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
     """A worker of this team that answers what the test says."""

@@ -386,3 +386,62 @@ async def test_a_record_that_cannot_be_bound_anew_stands_as_it_was(
     assert world.records.ids(world.records.read("s")) == ()
     await host.ended("s", whole((1, 2), 1))
     assert world.records.ids(world.records.read("s")) == (1, 2)
+
+
+@pytest.mark.parametrize("first", ["older", "newer"])
+async def test_a_replica_whose_host_was_away_does_not_pass_an_older_turn_off_as_the_newest(
+    world: World, first: str
+) -> None:
+    """It says at the end what it gave the model last. A record was bound anew, to older tokens."""
+    host = world.host
+    await host.create("s")
+    await host.turn_began("s", [1])
+    await world.output_of("s", "echo 1 > /home/a")
+    # One replica's host was away as the model was given 1, 2. Another one took over from there.
+    await host.turn_began("s", [1, 2, 3, 4])
+    await world.output_of("s", "echo 2 > /home/a")
+
+    async def older() -> None:
+        with pytest.raises(HeardLate):
+            await host.turn_began("s", [1, 2], if_match="passed")
+        await host.ended("s", whole((1, 2, 3), 2))
+
+    if first == "older":
+        await older()
+        assert world.records.ids(world.records.read("s")) == ()
+    await host.ended("s", whole((1, 2, 3, 4, 5), 4))
+    if first == "newer":
+        await older()
+    assert world.records.ids(world.records.read("s")) == (1, 2, 3, 4, 5)
+
+
+async def test_an_agent_that_has_a_connection_may_be_acting_until_it_ends(world: World) -> None:
+    """It was taken for still, so that a record had what it did on the reply to its tokens."""
+    now, host = 0.0, world.host
+    host._now = lambda: now
+    await host.create("s")
+    host._box("s").act(now)
+    now = 60.0
+    assert (await host.moment("s"))[1] == 60.0
+    with host._box("s").tunneled(host.tunnel_limits, host._now):
+        now = 120.0
+        assert (await host.moment("s"))[1] == 0.0
+    now = 125.0
+    assert (await host.moment("s"))[1] == 5.0, "since the connection ended"
+
+
+@pytest.mark.parametrize("prompt", ["-1", "4", "+1", "1.0", "", "9" * 5000])
+async def test_a_prompt_that_is_no_part_of_the_tokens_is_refused(
+    world: World, prompt: str
+) -> None:
+    app: web.Application = application(world.host, ServingTraffic(), lambda: "word")
+    word = {"Authorization": "Bearer word"}
+    async with TestClient(TestServer(app), headers=word) as http:
+        await world.host.create("s")
+        await world.host.turn_began("s", [1, 2])
+        await world.host.tokens_ready("s")
+        told = {"Rose-Prompt-Tokens": prompt}
+        async with http.post("/sessions/s/ended", json={"ids": [1, 2, 3]}, headers=told) as answer:
+            assert (answer.status, (await answer.json())["error"]) == (400, "ValueError")
+        assert (await world.host.state("s")).phase == "acting"
+    await world.host.close()

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
+from lightkube import KubeConfig
+from lightkube.config.models import Cluster, User
 
 from rose_core.sandboxes.networks import PUBLIC, Network
 from rose_core.sandboxes.templates import TemplateLimits, TemplateRefused
@@ -27,7 +30,7 @@ from rose_sandbox.inspector.blind import BlindInspector
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runsc import RunscRuntime
 from rose_sandbox.runtimes.runtime import ExecResult, Limits
-from rose_sandbox.templates import COMMAND_LOG, Templates, limits_of
+from rose_sandbox.templates import COMMAND_LOG, ClusterTemplates, Templates, limits_of
 from rose_weights.store.records import Records
 from rose_weights.store.store import Store
 from tests.sandbox.test_host import World
@@ -151,6 +154,31 @@ async def test_a_template_whose_command_does_not_begin_leaves_no_sandbox(
     assert served.world.records.turns("s") == ()
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["../../other/sandboxtemplates/agent", "..", "a/../../../x", "a?watch=1", "%2e%2e", "A", "a" * 254],
+)
+async def test_a_name_leads_to_no_other_place_of_the_cluster(name: str) -> None:
+    """The client takes one for a path: a caller named a template of another namespace."""
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.raw_path)
+        return web.json_response({"metadata": {"name": "agent"}, "spec": SPEC})
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with TestServer(app) as server:
+        cluster, user = Cluster(server=str(server.make_url("/"))), User(token="word")
+        source = ClusterTemplates("mine", KubeConfig.from_one(cluster=cluster, user=user))
+        assert (await source.read("agent-1.b"))["podTemplate"] == SPEC["podTemplate"]
+        with pytest.raises(UnknownTemplate, match="is no name of a SandboxTemplate"):
+            await source.read(name)
+        await source.close()
+    (path,) = asked
+    assert path.endswith("/namespaces/mine/sandboxtemplates/agent-1.b")
+
+
 async def test_a_host_that_reads_no_templates_says_how_it_would(tmp_path: Path) -> None:
     world = World(tmp_path)
     with pytest.raises(NoTemplates, match="--templates NAMESPACE"):
@@ -225,3 +253,36 @@ async def lives_on(runtime: RuncRuntime | RunscRuntime, tmp_path: Path) -> None:
     await host.end("s", forget=True)
     await host.close()
     await until(lambda: host.sessions() == ())
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"command": ["nowhere"]}, "nowhere: not found"),
+        ({"volumeMounts": [{"name": "work", "mountPath": "/etc/passwd/x"}]}, "Not a directory"),
+        ({"workingDir": "/made/of/it"}, ""),
+    ],
+    ids=["a command that is not there", "a folder that cannot be", "a folder of commands"],
+)
+async def test_what_begins_in_the_background_hides_nothing_that_failed_before_it(
+    runc: RuncRuntime, tmp_path: Path, change: Json, word: str
+) -> None:
+    """A sandbox was there without its command or its folder, and its command began in the root."""
+    records = Records(Store(tmp_path / "store"), "grpo")
+    host = Host(runc, BlindInspector("a test"), records, owner="one", scratch=tmp_path / "s")
+    (one,) = SPEC["podTemplate"]["spec"]["containers"]
+    pod = {**SPEC["podTemplate"]["spec"], "containers": [{**one, **change}]}
+    source = Written({"agent": {**SPEC, "podTemplate": {"spec": pod}}})
+    templates = Templates(source, "runc", {"registry.example/agent:1": "base"})
+    if word:
+        with pytest.raises(RuntimeFailed, match=word):
+            await templates.create(host, "s", "agent", {})
+        assert host.sessions() == ()
+    else:
+        await templates.create(host, "s", "agent", {})
+        look = "pwd; readlink /proc/$(pgrep -fx 'sleep 4321')/cwd"
+        found = await host.exec("s", look, 30)
+        assert found.stdout.decode().split() == ["/made/of/it", "/made/of/it"]
+    await host.end("s", forget=True)
+    await host.close()

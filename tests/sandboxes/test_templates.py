@@ -91,6 +91,7 @@ def test_what_says_nothing_of_a_sandbox_is_told() -> None:
         ({}, {"lifecycle": {"preStop": {"a": 1}}}, {}, "lifecycle"),
         ({}, {"resources": {"limits": {"nvidia.com/gpu": 1}}}, {}, "limits.nvidia.com/gpu"),
         ({}, {"resources": {"limits": {"memory": "1Qi"}}}, {}, "memory: '1Qi' is no quantity"),
+        ({}, {"resources": {"limits": {"cpu": "1e300"}}}, {}, "cpu: '1e300' is no quantity"),
         ({}, {"resources": {"claims": [{"name": "a"}]}}, {}, "resources.claims"),
         ({}, {"volumeMounts": [{"name": "a", "mountPath": "/a"}]}, {}, "'a' is no volume"),
         ({}, {"securityContext": {"capabilities": {"drop": ["ALL"]}}}, {}, "capabilities"),
