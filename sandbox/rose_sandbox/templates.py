@@ -43,8 +43,8 @@ READ_SECONDS = 10.0
 _START_SECONDS = 30.0
 """To make folders and to begin a command, not to end it."""
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
-"""Of an object of a cluster. Of another the client would make a path that leads elsewhere, as ``..``
-does: to templates of other namespaces, or to whatever else this host may get."""
+"""Of an object of a cluster. Of another the client would make a path that leads elsewhere, as
+``..`` does: to templates of other namespaces, or to whatever else this host may get."""
 _SandboxTemplate = create_namespaced_resource(GROUP, VERSION, "SandboxTemplate", PLURAL)
 
 
