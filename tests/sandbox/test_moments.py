@@ -431,9 +431,7 @@ async def test_an_agent_that_has_a_connection_may_be_acting_until_it_ends(world:
 
 
 @pytest.mark.parametrize("prompt", ["-1", "4", "+1", "1.0", "", "9" * 5000])
-async def test_a_prompt_that_is_no_part_of_the_tokens_is_refused(
-    world: World, prompt: str
-) -> None:
+async def test_a_prompt_that_is_no_part_of_the_tokens_is_refused(world: World, prompt: str) -> None:
     app: web.Application = application(world.host, ServingTraffic(), lambda: "word")
     word = {"Authorization": "Bearer word"}
     async with TestClient(TestServer(app), headers=word) as http:
