@@ -27,24 +27,24 @@ def main(argv: list[str]) -> int:
     """Do one thing to a state."""
     parser = argparse.ArgumentParser(prog="rose_dev.gpu", description=__doc__)
     parser.add_argument("verb", choices=[*_VERBS, "create", "library"])
-    parser.add_argument("words", nargs="*", help="STATE, then what the verb takes")
+    parser.add_argument("operands", nargs="*", help="STATE, then what the verb takes")
     options = parser.parse_args(argv)
     try:
-        _run(options.verb, options.options)
+        _run(options.verb, options.operands)
     except (DevelopmentError, OSError, ValueError, LookupError) as error:
         sys.stderr.write(f"{options.verb}: {error or type(error).__name__}\n")
         return 1
     return 0
 
 
-def _run(verb: str, options: list[str]) -> None:
+def _run(verb: str, operands: list[str]) -> None:
     if verb == "library":
         sys.stdout.write(f"{library()}\n")
         return
-    if not options:
+    if not operands:
         message = "name a state file"
         raise DevelopmentError(message)
-    path, *rest = options
+    path, *rest = operands
     if verb == "create":
         profile = rest[0] if rest else next(iter(PROFILES))
         made = State.create(Path(path), profile, seed=rest[1] if len(rest) > 1 else "")
