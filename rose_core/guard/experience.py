@@ -249,7 +249,8 @@ class Experience:
         taught.envelope.note_next(seconds)
         predictor, stop_s = taught.predictor, mark.stop_s if mark.met_open else 0.0
         scale_s = predictor.profile.prefill_s(done.size)
-        taught.stopping = taught.stopping.learn(done.size, ttft, stop_s, scale_s)
+        alone_s = predictor.prefill_s(done.size, shared=False)
+        taught.stopping = taught.stopping.learn(done.size, ttft, stop_s, scale_s, alone_s)
         return taught.certified.add(ttft, mark.promised) if mark.promised else None
 
     def _shares(self, done: FinishedRequest) -> tuple[float, float]:

@@ -17,6 +17,7 @@ _BELIEF = 4.0  # requests that the prior of the slope counts for: few, so that e
 _STOP_MEMORY = 0.995  # the last two hundred: what it costs is the device's, and seldom changes
 # Variance of a prefill, relative, over that of what is believed of the loss: (0.1 / 0.25)^2.
 _STOP_BELIEF = 0.16
+_STALL = 4.0  # times what nine of ten prefills of that size take alone: far outside their spread
 _SLOWEST = 10.0  # a loss of 1 would mean that nothing ever ends beside rollouts
 _FURTHEST = 100.0  # from the profile, by which one request may be off: one stall is no line
 
@@ -146,16 +147,25 @@ class StopCost:
     squares: tuple[float, ...] = (0.0,) * 6
     products: tuple[float, ...] = (0.0,) * 3
 
-    def learn(self, size: int, ttft_s: float, stop_s: float, scale_s: float) -> StopCost:
+    def learn(
+        self, size: int, ttft_s: float, stop_s: float, scale_s: float, alone_s: float
+    ) -> StopCost:
         """Learn from a time to first token on an empty replica.
+
+        One that took far longer than rollouts can account for teaches nothing. Squares have no
+        bound: one stall of ten seconds would be taken for harm done by rollouts for hundreds of
+        requests.
 
         Args:
             size: bytes of its body; less than 0 = unknown, which teaches nothing.
             ttft_s: the time.
             stop_s: of it, how long rollouts took to stop; 0 = none computed.
             scale_s: what a body of this size takes, roughly: errors are relative to it.
+            alone_s: a high quantile of what one of this size takes, as learned.
         """
         if size < 0 or ttft_s <= 0 or scale_s <= 0:
+            return self
+        if ttft_s - stop_s > _STALL * alone_s:
             return self
         one, kilobytes, stop = 1 / scale_s, size / 1024 / scale_s, min(stop_s, ttft_s) / scale_s
         row, seen = (one, kilobytes, stop), ttft_s / scale_s

@@ -451,7 +451,7 @@ async def test_the_router_hears_what_co_running_has_cost_on_this_node(
     lessons = made.replicas[POD].outcomes.experience.lessons
     for number in range(100):
         stop_s = 0.01 * (number % 2)
-        lessons.stopping = lessons.stopping.learn(1024, 0.02 + 0.2 * stop_s, stop_s, 0.02)
+        lessons.stopping = lessons.stopping.learn(1024, 0.02 + 0.2 * stop_s, stop_s, 0.02, 0.02)
     made.step_all()
     assert slot._router.last_update is not None
     assert slot._router.last_update.slowdown == pytest.approx(1.25, abs=0.1)

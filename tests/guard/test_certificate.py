@@ -83,6 +83,16 @@ def test_a_gate_that_shuts_at_each_arrival_still_learns_what_co_running_costs(
     assert predictor.loss(decoding=False) > 0.4, "it is told by no share of open time"
 
 
+@pytest.mark.parametrize("met", [False, True], ids=["alone", "beside rollouts"])
+def test_a_stall_is_not_taken_for_harm_or_help_of_rollouts(met: bool) -> None:
+    world = World()
+    for number in range(100):
+        world.request(100 + 20 * (number % 2), is_open=bool(number % 2), stop_ms=40 * (number % 2))
+    before = world.experience.slowdown
+    world.request(10_000, is_open=met, stop_ms=40 * met)
+    assert world.experience.slowdown == pytest.approx(before, abs=0.1)
+
+
 def test_the_conformal_quantile_covers_what_it_says() -> None:
     draw = random.Random(5)
     for level, count in ((0.9, 9), (0.9, 40), (0.99, 99)):

@@ -73,7 +73,8 @@ def test_what_co_running_costs_is_learned_from_how_long_rollouts_took_to_stop(
         alone = (0.004 + 0.01 * size / 1024) * draw.lognormvariate(0, 0.05)
         stop = draw.choice((0.0, draw.uniform(0.001, 0.010)))
         seconds = alone + stop * (1 - 1 / true)
-        learned = learned.learn(size, seconds, stop, profile.prefill_s(size))
+        usual = profile.prefill_s(size)
+        learned = learned.learn(size, seconds, stop, usual, usual)
     assert learned.slowdown(2.0) == pytest.approx(true, rel=0.15)
 
 
@@ -82,7 +83,7 @@ def test_stops_that_are_short_beside_prompts_leave_what_was_believed() -> None:
     learned = StopCost()
     for _ in range(600):
         alone = 0.3 * draw.lognormvariate(0, 0.2)
-        learned = learned.learn(30_000, alone, draw.choice((0.0, 0.004)), 0.3)
+        learned = learned.learn(30_000, alone, draw.choice((0.0, 0.004)), 0.3, 0.3)
     assert learned.slowdown(2.0) == pytest.approx(2.0, abs=0.3)
 
 

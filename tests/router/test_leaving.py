@@ -94,6 +94,21 @@ async def test_while_load_balancers_send_callers_they_are_served_and_sent_elsewh
             assert reply.status == 200
 
 
+async def test_who_had_a_stream_as_it_was_told_to_end_is_sent_elsewhere_after_it() -> None:
+    body = json.dumps({**BODY, "stream": True}).encode()
+    async with ending(3, token_seconds=0.1) as end, aiohttp.ClientSession() as late:
+        reader, writer = await asyncio.open_connection("127.0.0.1", end.stage.router.http_port)
+        head = b"POST /generate HTTP/1.1\r\nHost: router\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        received = await reader.readuntil(b"data: ")
+        await end.announce()
+        received += await asyncio.wait_for(reader.read(), 20)
+        assert received.endswith(b"0\r\n\r\n")
+        async with late.get(f"{end.stage.url}/health") as reply:
+            assert reply.status == 200, "the connection ended with its stream, before the router"
+        writer.close()
+
+
 async def test_a_turn_counts_as_it_is_asked_for_however_long_it_takes() -> None:
     async with ending(3, token_seconds=3600) as end, aiohttp.ClientSession() as late:
         service = end.stage.router.service

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from rose_dev.waiting import until
 from rose_router.engines.fleet import Signal
 from rose_router.http.replies import streaming
+from rose_router.http.routes import turns
 from rose_router.listener import ConnectionLimits
 from tests.router.conftest import Stage
 from tests.router.test_connections import END, HEAD, asked, engine
@@ -173,3 +175,54 @@ async def test_a_caller_by_tls_is_written_to_by_its_transport() -> None:
     plain.get_extra_info = {"socket": Mock(fileno=lambda: 7)}.get
     tls.get_extra_info = {"socket": Mock(fileno=lambda: 7), "sslcontext": object()}.get
     assert [streaming._plain_socket(one) for one in (plain, tls, None)] == [7, -1, -1]
+
+
+async def streaming_caller(s: Stage) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """One that has sent its request and reads little ahead."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port, limit=1)
+    body = b'{"input_ids":[1],"stream":true,"sampling_params":{"max_new_tokens":6}}'
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    writer.write(head + body)
+    return reader, writer
+
+
+async def test_a_caller_that_does_not_take_the_end_of_its_stream_is_cut_off(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end is written by whoever reads the engine, who waits for nobody."""
+    cut, cut_off = asyncio.Event(), streaming.Stream._cut_off
+
+    def note(stream: streaming.Stream) -> None:
+        cut.set()
+        cut_off(stream)
+
+    monkeypatch.setattr(streaming.Stream, "_cut_off", note)
+    monkeypatch.setattr(streaming.Stream, "_end", lambda self: self._reply.last(bytes(64 << 20)))
+    async with stage(limits=ConnectionLimits(write_seconds=0.1)) as s:
+        await s.engine(token_seconds=0.002)
+        _, writer = await streaming_caller(s)
+        await asyncio.wait_for(cut.wait(), 30)
+        writer.transport.abort()
+
+
+async def test_no_answer_of_an_error_stands_within_a_stream_that_has_begun(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, events = list[object](), turns.parts.sglang
+
+    def breaks(*given: object) -> object:
+        written.append(given)
+        return events(*given) if len(written) < 3 else 1 / 0  # type: ignore[arg-type]
+
+    monkeypatch.setattr(turns.parts, "sglang", breaks)
+    async with stage() as s:
+        await s.engine(token_seconds=0.005)
+        reader, writer = await streaming_caller(s)
+        with contextlib.suppress(ConnectionResetError):
+            received = b""
+            while piece := await asyncio.wait_for(reader.read(65536), 30):
+                received += piece
+        assert received.count(b"HTTP/1.1") == 1
+        assert b"500 Internal" not in received
+        assert not received.endswith(END)
+        writer.close()

@@ -35,8 +35,8 @@ class BareReply(web.StreamResponse):
 
     @property
     def keep_alive(self) -> bool:
-        """Whether the connection is used again."""
-        return self._stays
+        """Whether the connection is used again; its head may have been written before it ended."""
+        return self._stays and not self._closes
 
     @property
     def prepared(self) -> bool:

@@ -143,8 +143,12 @@ class Stream:
             Whether the answer has begun: until then it can still be an error.
         """
         turn = self._turn
-        while not turn.is_over and not turn.first_token_at:
-            await turn.changed.wait(self._at_once)
+        try:
+            while not turn.is_over and not turn.first_token_at:
+                await turn.changed.wait(self._at_once)
+        except Exception:
+            self._cut_off_begun()
+            raise
         return self._reply.open or self._reply.ended
 
     async def run(self) -> web.StreamResponse:
@@ -153,10 +157,20 @@ class Stream:
             self._reply.answer(self._request)
             await self._write()
         except (ConnectionResetError, TimeoutError):
-            # Its turn ends with the request.
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            self._cut_off()  # its turn ends with the request
+        except Exception:
+            self._cut_off_begun()
+            raise
         return self._reply
+
+    def _cut_off(self) -> None:
+        if self._request.transport is not None:
+            self._request.transport.abort()
+
+    def _cut_off_begun(self) -> None:
+        """Have no error stand within an answer that has begun: aiohttp would write it there."""
+        if self._reply.open or self._reply.ended:
+            self._cut_off()
 
     async def _write(self) -> None:
         turn, reply, lines = self._turn, self._reply, self._framing.lines
@@ -167,6 +181,8 @@ class Stream:
                 await turn.changed.wait(self._at_once)
         if not reply.ended:
             await self._send(self._end())
+        else:  # which its caller may not have taken yet
+            await self._wait_taken()
 
     def _end(self) -> bytes:
         """All that is left to say: nothing more is waited for, and it goes out in one piece."""
@@ -198,7 +214,11 @@ class Stream:
             message = "the caller hung up before the event was written"
             raise ConnectionResetError(message)
         transport.write(data)
-        if protocol.writing_paused:
+        await self._wait_taken()
+
+    async def _wait_taken(self) -> None:
+        """Wait until the caller has taken enough of what was written."""
+        if self._request.protocol.writing_paused:
             async with asyncio.timeout(self._write_seconds):
                 await self._request.writer.drain()
 
