@@ -97,6 +97,28 @@ async def test_tokens_of_prompts_are_counted_by_where_an_engine_had_them_from() 
     assert after == {"computed": 20, "cached": 16, "fetched": 64}
 
 
+async def test_what_is_said_of_a_prompt_is_what_its_last_engine_said() -> None:
+    """Also before that one's end, where an earlier one gave nothing that could be kept."""
+    first, second = (
+        SimEngine(name, meta={"prompt_tokens": 3, "cached_tokens": cached}, spans_always=known)
+        for name, cached, known in (("a", 2, False), ("b", 0, True))
+    )
+    async with world(first) as w:
+        turn = w.ask(20)
+        async with asyncio.timeout(30):
+            while not turn.prompt_meta:
+                await asyncio.sleep(0.01)
+        assert turn.prompt_meta["cached_tokens"] == 2
+        w.attach(second)
+        w.kill(first)
+        async with asyncio.timeout(30):
+            while not turn.first_token_at:
+                await asyncio.sleep(0.01)
+        assert not turn.is_over
+        assert turn.prompt_meta["cached_tokens"] == 0
+        await over(turn)
+
+
 def prompt_tokens(source: str) -> float:
     return REGISTRY.get_sample_value("rose_router_prompt_tokens_total", {"source": source}) or 0.0
 

@@ -494,7 +494,8 @@ class LegReader:
         if leg.offset == 0:
             meta, kept = event.meta, turn.prompt_meta
             # An engine says it with its first token; what it still learns, with its last.
-            if not kept or event.finish is not None or "input_token_logprobs" in meta:
+            begins = handle.tokens == new
+            if begins or event.finish is not None or "input_token_logprobs" in meta:
                 kept.update([(name, meta[name]) for name in _PROMPT_META if name in meta])
         if self._crossing is None or not _stopped(leg, self._crossing):
             return True
