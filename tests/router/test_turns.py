@@ -105,15 +105,11 @@ async def test_what_is_said_of_a_prompt_is_what_its_last_engine_said() -> None:
     )
     async with world(first) as w:
         turn = w.ask(20)
-        async with asyncio.timeout(30):
-            while not turn.prompt_meta:
-                await asyncio.sleep(0.01)
+        await until(lambda: bool(turn.prompt_meta))
         assert turn.prompt_meta["cached_tokens"] == 2
         w.attach(second)
         w.kill(first)
-        async with asyncio.timeout(30):
-            while not turn.first_token_at:
-                await asyncio.sleep(0.01)
+        await started(turn)
         assert not turn.is_over
         assert turn.prompt_meta["cached_tokens"] == 0
         await over(turn)
