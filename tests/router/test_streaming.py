@@ -9,14 +9,14 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from rose_dev.waiting import until
 from rose_router.engines.fleet import Signal
-from rose_router.http.replies import streaming
-from rose_router.http.routes import turns
+from rose_router.http.replies import parts, streaming
 from rose_router.listener import ConnectionLimits
 from tests.router.conftest import Stage
 from tests.router.test_connections import END, HEAD, asked, engine
@@ -208,13 +208,13 @@ async def test_a_caller_that_does_not_take_the_end_of_its_stream_is_cut_off(
 async def test_no_answer_of_an_error_stands_within_a_stream_that_has_begun(
     stage: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, events = list[object](), turns.parts.sglang
+    written, events = list[object](), parts.sglang
 
-    def breaks(*given: object) -> object:
+    def breaks(*given: Any) -> object:  # noqa: ANN401  # as the events'
         written.append(given)
-        return events(*given) if len(written) < 3 else 1 / 0  # type: ignore[arg-type]
+        return events(*given) if len(written) < 3 else 1 / 0
 
-    monkeypatch.setattr(turns.parts, "sglang", breaks)
+    monkeypatch.setattr(parts, "sglang", breaks)
     async with stage() as s:
         await s.engine(token_seconds=0.005)
         reader, writer = await streaming_caller(s)
