@@ -250,8 +250,6 @@ class Gateway:
             for one in self._waiting.values()
             if self._counts(one, team)
         ]
-        if self._hedge_wanted(team):
-            waiting.append((0.0, math.inf))
         running = [
             now - given.began
             for given in self._verifications.values()
@@ -261,7 +259,9 @@ class Gateway:
         scaling = Scaling(target, self.patience, self.cold_start, self.queue_limit)
         teams = {one.team for one in self.functions.values() if team in {None, one.team}}
         idle = sum(self.pool.idle(one, self._verifying) for one in teams)
-        return wished(self._demands(team), scaling, now, waiting, running, free=idle)
+        found = wished(self._demands(team), scaling, now, waiting, running, free=idle)
+        # What runs holds its worker, so a second copy takes one more.
+        return max(found, len(running) + 1) if self._hedge_wanted(team) else found
 
     def _hedge_wanted(self, team: str | None) -> bool:
         """Whether something late would be given to a second worker if there was one."""

@@ -118,6 +118,19 @@ async def test_a_late_member_that_decides_its_group_is_given_to_a_second_worker(
     assert world.pool.given["late"] == 2
 
 
+async def test_one_more_worker_is_wished_for_where_none_is_free_for_a_late_member() -> None:
+    world = await scripted(1, late=[3.9])
+    world.gateway._demand[""].times.extend([USUAL_S] * 9)
+    asked = asyncio.create_task(world.score("late", group="g", members=1))
+    await asyncio.sleep(USUAL_S - 0.1)
+    assert world.gateway.wish(10.0) == 1
+    await asyncio.sleep(0.2)
+    assert world.gateway.wish(10.0, "") == 2
+    assert world.gateway.wish(10.0, "other") == 0
+    await asked
+    assert world.gateway.wish(10.0) == 0
+
+
 async def test_members_that_decide_nothing_are_not_hedged() -> None:
     world = await scripted(8, one=[3.9], other=[3.8])
     await asyncio.gather(*(world.score(name, group="g", members=3) for name in ("one", "other")))
