@@ -61,14 +61,15 @@ class Box:
         boundary: the task of the last boundary.
         egress: its proxy.
         acts: commands, files and connections of its agent that have begun, and turns.
-        acted_at: when the last of them began that is no turn, a connection of others ended, or its
-            life began here.
+        acted_at: when the last of them began that is no turn, a connection ended, or its life began
+            here.
         bound_at: ``acts`` when the turn that ``ids`` are of began, or the record was made.
         received: what the model was given at the newest turn that the host has heard of, also late.
         closing: the last turn, where nobody asked the model for it.
         lock: whoever changes it.
         waking: whoever brings it back.
         tunnels: connections into it.
+        connections: the same, and those out of it by its proxy.
         gone: set when it ends here.
     """
 
@@ -95,6 +96,7 @@ class Box:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     waking: asyncio.Lock = field(default_factory=asyncio.Lock)
     tunnels: int = 0
+    connections: int = 0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -200,7 +202,17 @@ class Box:
 
     def still(self, now: float) -> float:
         """Seconds since its agent can have done anything last."""
-        return 0.0 if self.tunnels else now - self.acted_at
+        return 0.0 if self.connections else now - self.acted_at
+
+    @contextmanager
+    def connected(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Through a connection its agent may act unseen while the block lasts, wherever it runs."""
+        self.connections += 1
+        try:
+            yield
+        finally:
+            self.connections -= 1
+            self.acted_at = clock()
 
     @contextmanager
     def tunneled(self, limits: TunnelLimits, clock: Callable[[], float]) -> Iterator[None]:
@@ -218,10 +230,10 @@ class Box:
         self.act(clock())
         metrics.TUNNELS.inc()
         try:
-            yield
+            with self.connected(clock):
+                yield
         finally:
             self.tunnels -= 1
-            self.acted_at = clock()  # what came through it until now, nobody has seen
             metrics.TUNNELS.dec()
 
     @property

@@ -426,6 +426,9 @@ class Sandbox:
         existing: the session has a sandbox: a child of ``fork``.
         template: a ``SandboxTemplate`` of the host's namespace: image, limits and folder are its.
 
+    Raises:
+        ValueError: image, limits or folder are given beside a template.
+
     Attributes:
         passed_over: fields of the template that say nothing of a sandbox.
     """
@@ -447,6 +450,8 @@ class Sandbox:
         existing: bool = False,
         template: str = "",
     ) -> None:
+        if template and (image, limits, folder) != ("base", None, "/home"):
+            raise ValueError("image, limits and folder are the template's; leave them out")
         self._template, self.passed_over = template, tuple[str, ...]()
         self.session = session or uuid.uuid4().hex
         self._limits, self._image, self._folder = limits or Limits(), image, folder

@@ -23,7 +23,7 @@ import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -61,6 +61,7 @@ class Egress:
         allowed: hosts as shell patterns.
         record: is told each request before it is sent; what it raises keeps the request in.
         networks: where addresses must lie, too; None: anywhere.
+        connected: entered for as long as the sandbox has a connection.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class Egress:
         allowed: Sequence[str],
         record: RecordEffect,
         networks: Sequence[Network] | None = None,
+        connected: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._connected = connected
         self._allowed, self._record, self._networks = tuple(allowed), record, networks
         self._server: asyncio.Server | None = None
         self._free = asyncio.Semaphore(MOST)
@@ -137,8 +140,9 @@ class Egress:
         assert task is not None  # noqa: S101 - a handler is a task
         self._running.add(task)
         try:
-            async with self._free, asyncio.timeout(SECONDS):
-                await self._answer(reader, writer)
+            with self._connected():
+                async with self._free, asyncio.timeout(SECONDS):
+                    await self._answer(reader, writer)
         except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
             pass  # the sandbox sees a connection that ends
         finally:

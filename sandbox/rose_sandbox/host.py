@@ -688,7 +688,8 @@ class Host:
             return
         facts = await self._runtime.facts(box.handle)
         if facts.init is not None or facts.door is not None:
-            box.egress = Egress(self._allowed, partial(self._left, box), box.spec.networks)
+            during = partial(box.connected, self._now)
+            box.egress = Egress(self._allowed, partial(self._left, box), box.spec.networks, during)
             await box.egress.open(facts)
 
     async def _left(self, box: Box, effect: EgressEffect) -> None:

@@ -85,8 +85,8 @@ STATUS: dict[type[Exception], int] = {
 REFUSAL = "Rose-Error"
 """Header with the error of a WebSocket that was refused, as bodies have it elsewhere."""
 STILL = "Rose-Still-Seconds"
-"""Header of a session's state: how long ago its agent can have acted last; 0 while somebody has a
-connection into it, through which nobody sees what comes."""
+"""Header of a session's state: how long ago its agent can have acted last; 0 while it has a
+connection, through which nobody sees what comes."""
 PROMPT = "Rose-Prompt-Tokens"
 """Header of a session's end: how many of its tokens the model was last given. No field of the body,
 since hosts refuse those that they do not know."""

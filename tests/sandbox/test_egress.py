@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
 from rose_core.sandboxes.networks import PUBLIC, Network, may_reach
 from rose_core.sandboxes.outside import EgressEffect
+from rose_dev.waiting import until
 from rose_sandbox.egress import Egress, _NotReachable, is_near
 
 
@@ -20,6 +22,7 @@ class Way:
 
     recorded: list[EgressEffect] = field(default_factory=list)
     sent: list[bytes] = field(default_factory=list)
+    connections: int = 0
     server: int = 0
     proxy: int = 0
 
@@ -49,12 +52,29 @@ async def way() -> AsyncIterator[Way]:
     made.server = server.sockets[0].getsockname()[1]
     listener = socket.create_server(("127.0.0.1", 0))
     made.proxy = listener.getsockname()[1]
-    egress = Egress(["127.0.0.1"], record)
+
+    @contextmanager
+    def connected() -> Iterator[None]:
+        made.connections += 1
+        yield
+        made.connections -= 1
+
+    egress = Egress(["127.0.0.1"], record, connected=connected)
     await egress.serve(listener)
     yield made
     await egress.close()
     server.close()
     await server.wait_closed()
+
+
+async def test_a_sandbox_has_a_connection_from_its_beginning_to_its_end(way: Way) -> None:
+    """By the answer that comes through it an agent inside acts, of whom its host sees nothing."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", way.proxy)
+    await until(lambda: way.connections == 1)
+    writer.write(f"GET http://127.0.0.1:{way.server}/a HTTP/1.1\r\n\r\n".encode())
+    assert b"200 OK" in await reader.read()
+    writer.close()
+    await until(lambda: way.connections == 0)
 
 
 async def test_a_request_goes_to_the_host_that_was_allowed_and_to_no_other_behind_it(

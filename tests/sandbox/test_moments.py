@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from rose_sandbox.box import BoundTokens
 from rose_sandbox.errors import HeardLate, NotListening
 from rose_sandbox.http import ServingTraffic, application
 from rose_sandbox.inspector.inspector import Effects
-from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind
+from rose_sandbox.runtimes.runtime import CheckpointParts, Facts, Handle, Kind, State
 from rose_weights.errors import StoreFailed
 from tests.sandbox.test_host import World
 
@@ -428,6 +429,38 @@ async def test_an_agent_that_has_a_connection_may_be_acting_until_it_ends(world:
         assert (await host.moment("s"))[1] == 0.0
     now = 125.0
     assert (await host.moment("s"))[1] == 5.0, "since the connection ended"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a sandbox's way out is its user's: takes root")
+async def test_an_agent_whose_request_is_under_way_may_be_acting_on_its_reply(
+    world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that runs in its sandbox asks the model by the proxy, and was taken for still."""
+    host, door, now = world.host, tmp_path / "door", 60.0
+    host._allowed = ("*",)
+    host._now = lambda: now
+
+    async def facts(_handle: Handle) -> Facts:
+        return Facts(State.RUNNING, door=door)
+
+    monkeypatch.setattr(world.runtime, "facts", facts)
+    monkeypatch.setattr(world.inspector, "watch", facts_of_nobody)
+    await host.create("s")
+    now = 120.0
+    assert (await host.moment("s"))[1] == 60.0
+    _, writer = await asyncio.open_unix_connection(door)
+    await until(lambda: host._box("s").connections == 1)
+    assert (await host.moment("s"))[1] == 0.0
+    now = 180.0
+    writer.close()
+    await until(lambda: host._box("s").connections == 0)
+    now = 181.0
+    assert (await host.moment("s"))[1] == 1.0
+    await host.close()
+
+
+async def facts_of_nobody(*_: object) -> None:
+    """For an inspector that has nothing to look at."""
 
 
 @pytest.mark.parametrize("prompt", ["-1", "4", "+1", "1.0", "", "9" * 5000])

@@ -135,6 +135,8 @@ async def test_what_a_host_cannot_make_of_a_template_it_says_by_name(served: Ser
     with pytest.raises(ValueError, match="image, limits: they are the template's"):
         await far._call("POST", "", mixed)
     await far.close()
+    with pytest.raises(ValueError, match="image, limits and folder are the template's"):
+        served.box(limits=Limits(cpus=1.0))
     assert served.world.host.sessions() == ()
     assert served.world.records.turns("s") == ()
 
