@@ -40,7 +40,7 @@ def test_a_field_that_nobody_has_described_is_refused(monkeypatch: pytest.Monkey
         """A part.
 
         Attributes:
-            told: is described,
+            reported: is described,
                 on two lines.
         """
 
@@ -50,5 +50,5 @@ def test_a_field_that_nobody_has_described_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(fields, "SECTIONS", {"bare": Bare})
     with pytest.raises(LookupError, match=r"Bare\.silent is not described"):
         fields.page()
-    Bare.__doc__ = (Bare.__doc__ or "").replace("told:", "silent: too.\n            told:")
-    assert "| `told` | integer | `0` | is described, on two lines. |" in fields.page()
+    Bare.__doc__ = (Bare.__doc__ or "").replace("reported:", "silent: too.\n            reported:")
+    assert "| `reported` | integer | `0` | is described, on two lines. |" in fields.page()
