@@ -141,13 +141,22 @@ class _Reader:
                 continue
             if name in known:
                 known[name](place, value)
-            elif value == {}:
-                continue
             elif name in _PASSED_OVER.get(at, ()):
-                self.passed_over.append(place)
+                self.passed_over += [place] if value != {} else []
             else:
                 self.refuse(place, "a sandbox has none")
         return None
+
+    def one_of(self, found: dict[str, Any], name: str, *allowed: str) -> Callable[[str, Any], None]:
+        """A reader that keeps a word: one of a later version may promise what nobody here keeps."""
+
+        def read(at: str, value: object) -> None:
+            if value in allowed:
+                found[name] = value
+            else:
+                self.refuse(at, f"{value!r}: expected one of {', '.join(allowed)}")
+
+        return read
 
     def must_be(self, *allowed: object, why: str = "") -> Callable[[str, Any], None]:
         """A reader of a field that may have these values alone, which a sandbox has anyway."""
@@ -189,8 +198,10 @@ def read_template(spec: Fields, given: Mapping[str, str] | None = None) -> Templ
         {
             "podTemplate": pod,
             "networkPolicy": lambda _at, _value: None,
-            "networkPolicyManagement": keep("management"),
-            "envVarsInjectionPolicy": keep("injection"),
+            "networkPolicyManagement": reader.one_of(found, "management", "Managed", "Unmanaged"),
+            "envVarsInjectionPolicy": reader.one_of(
+                found, "injection", "Disallowed", "Allowed", "Overrides"
+            ),
             "service": reader.must_be(False, why="a sandbox has no Service; take box.connect"),
             "volumeClaimTemplatesPolicy": _nothing,  # of claims, and a sandbox is none
         },

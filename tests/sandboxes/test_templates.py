@@ -100,6 +100,10 @@ def test_what_says_nothing_of_a_sandbox_is_told() -> None:
         ({}, {"tty": True}, {}, r"containers\[0\].tty"),
         ({}, {}, {"service": True}, "service: a sandbox has no Service"),
         ({}, {}, {"volumeClaimTemplates": [{"a": 1}]}, "volumeClaimTemplates"),
+        ({"volumes": [{"name": "a", "ephemeral": {}}]}, {}, {}, r"volumes\[0\].ephemeral"),
+        ({"fieldOfTomorrow": {}}, {}, {}, "spec.fieldOfTomorrow: a sandbox has none"),
+        ({}, {}, {"envVarsInjectionPolicy": "Tomorrow"}, "envVarsInjectionPolicy: 'Tomorrow'"),
+        ({}, {}, {"networkPolicyManagement": "Tomorrow"}, "Management: 'Tomorrow': expected one"),
         ({}, {}, {"fieldOfTomorrow": 1}, "fieldOfTomorrow: a sandbox has none"),
     ],
 )
