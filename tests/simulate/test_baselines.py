@@ -11,7 +11,7 @@ from rose_simulate.model.regimes import RULES
 from rose_simulate.model.routing import router
 from rose_simulate.model.run import run
 from rose_simulate.model.scenarios.possible import impossible
-from rose_simulate.model.scenarios.scenario import Failure, Load, Regime, Scenario
+from rose_simulate.model.scenarios.scenario import Failure, Interference, Load, Regime, Scenario
 from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import MATERIAL, scenario
 
@@ -97,3 +97,14 @@ def test_every_inconsistent_load_is_refused() -> None:
         service = setup.services[0].model_copy(update={"load": load})
         found = list(impossible(setup.model_copy(update={"services": (service,)})))
         assert found, number
+
+
+def test_placement_sees_what_the_guard_of_a_lent_gpu_has_measured() -> None:
+    slower = Interference(serving_slowdown=1.15, rollout_slowdown=1.4)
+    world = Simulation(scenario(interference=slower), RULES[Regime.OURS], 1, MATERIAL)
+    world.clock.run(90 * 10**9)
+    measured = {one.name: one.gate.slowdown for one in world.replicas if one.job is not None}
+    seen = {one.name: one.slowdown for one in world.routers["grpo"]._sight.engines()}
+    assert len(measured) == 2
+    assert all(1.0 < slowdown < 2.0 for slowdown in measured.values())
+    assert seen == {name: measured.get(name, 0.0) for name in seen}
