@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from rose_dev.waiting import until
-from rose_router.engines.connections import Connection, Connections, Place, Stage, Take, _context
+from rose_router.engines.connections import (
+    SPARE_SECONDS,
+    Connection,
+    Connections,
+    Place,
+    Stage,
+    Take,
+    _context,
+)
 from rose_router.errors import Unreachable
 from rose_wire.certificates import fingerprint, make_own
 
@@ -208,6 +216,21 @@ async def test_a_spare_that_nobody_takes_is_no_error_of_a_turn(tmp_path: Path) -
             await asked(connections, place)
         await until(lambda: not connections._spares)
         assert not connections._idle
+
+
+async def test_no_spare_is_opened_once_all_are_ended(tmp_path: Path) -> None:
+    key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
+    (tmp_path / "both.pem").write_bytes(key + certificate)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "both.pem")
+    async with engine(fine, tls) as (host, connections, made):
+        place = (*made[:2], True, (fingerprint(certificate),))
+        await asked(connections, place)
+        assert place in connections._spares
+        connections.close()
+        await asyncio.sleep(SPARE_SECONDS * 4)
+        assert len(host.writers) == 1
+        assert not connections.open
 
 
 async def asked_over_one_that_closes(seconds: float) -> int:

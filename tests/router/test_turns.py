@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 
 import pytest
 
+from rose_core.rollouts.engines.estimates import Speed
 from rose_core.rollouts.placement.watch import LegPatience, MoveReason
 from rose_core.rollouts.transcripts.spans import Kv
 from rose_core.wire.routing import EngineKind
+from rose_router.engines.fleet import Engine
 from rose_router.metrics import REGISTRY
 from rose_router.turns.turn import TurnEnd
 from tests.router.world import (
@@ -95,6 +98,30 @@ async def test_tokens_of_prompts_are_counted_by_where_an_engine_had_them_from() 
         await over(w.ask(5))
     after = {source: prompt_tokens(source) - old for source, old in before.items()}
     assert after == {"computed": 20, "cached": 16, "fetched": 64}
+
+
+async def test_turns_of_a_batch_teach_each_step_once_and_with_the_weight_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world(SimEngine("a", cap=8, token_seconds=0.2)) as w:
+        fleet, lessons = w.service.fleet, list[str]()
+        learn_speed = fleet.learn_speed
+
+        def note(engine: Engine, learn: Callable[[Speed], Speed]) -> None:
+            lessons.append(engine.name)
+            learn_speed(engine, learn)
+
+        monkeypatch.setattr(fleet, "learn_speed", note)
+        turns = [w.ask(11) for _ in range(8)]
+        for turn in turns:
+            await over(turn)
+        engine = fleet.get("a")
+    firsts, steps = len(turns), 10
+    assert len(lessons) <= firsts + steps
+    assert engine is not None
+    assert engine.speed is not None
+    # Of 80 events a tenth each leaves nothing of what was believed before; of 10 a third.
+    assert engine.speed.step_seconds == pytest.approx(0.2, rel=0.01)
 
 
 async def test_what_is_said_of_a_prompt_is_what_its_last_engine_said() -> None:
