@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from itertools import combinations
 
 import pytest
@@ -211,7 +212,8 @@ def test_a_lent_gpus_time_costs_what_its_guard_has_measured() -> None:
     assert price(0.0) == price(2.0) == POLICY.lent_weight, "taking turns, until it is measured"
     assert price(1.15) == pytest.approx(0.15 * POLICY.lent_weight)
     assert price(1.0) == 0.0
-    assert price(9.0) == 2 * POLICY.lent_weight, "no more was tried"
+    assert price(9.0) == price(math.inf) == 2 * POLICY.lent_weight, "no more was tried"
+    assert {price(none) for none in (0.5, -1.0, math.nan)} == {POLICY.lent_weight}, "no slowdowns"
 
 
 def test_where_co_running_costs_little_an_idle_lent_engine_is_woken() -> None:

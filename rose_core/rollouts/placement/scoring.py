@@ -74,8 +74,9 @@ def lent_seconds(turn: TurnView, engine: EngineView, policy: Policy) -> float:
 
 def lent_price(engine: EngineView, policy: Policy) -> float:
     """Seconds of cost per second for which the lent GPU computes more."""
-    slowdown = engine.slowdown or _UNMEASURED
-    return policy.lent_weight * (min(max(1.0, slowdown), _DEAREST) - 1.0)
+    # Below 1, or no number: nobody has measured that, and it must not make the time free.
+    slowdown = engine.slowdown if engine.slowdown >= 1.0 else _UNMEASURED
+    return policy.lent_weight * (min(slowdown, _DEAREST) - 1.0)
 
 
 def late(turn: TurnView, engine: EngineView, policy: Policy) -> float:
