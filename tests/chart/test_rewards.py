@@ -224,3 +224,22 @@ def test_every_container_of_theirs_is_bounded_and_has_no_right() -> None:
 def test_what_could_not_run_is_refused(values: Object, words: str) -> None:
     with pytest.raises(CommandFailed, match=f"(?s){words}"):
         Rendered(values)
+
+
+def test_a_worker_that_keda_lets_go_has_the_time_that_its_functions_may_take() -> None:
+    """Workers are told to go while they verify: what was killed then was tried anew, five times."""
+
+    def rendered(seconds: float, grace: int, *kinds: str) -> Rendered:
+        listed = {**LIST, "mine": {**LIST["mine"], **({"seconds": seconds} if seconds else {})}}
+        workers = [WORKERS[0], {**WORKERS[1], "graceSeconds": grace}]
+        return Rendered(
+            {"rewards": {"enabled": True, "functions": listed, "workers": workers}}, *kinds
+        )
+
+    with pytest.raises(CommandFailed, match='(?s)mine: it may take 90.5 s, and workers of "a"'):
+        rendered(90.5, 90, KEDA)
+    usual = functions.RewardFunction.model_fields["seconds"].default
+    with pytest.raises(CommandFailed, match=f"(?s)mine: it may take {usual:.0f} s"):
+        rendered(0, int(usual) - 1, KEDA)
+    rendered(90, 90, KEDA).one("Deployment", "rose-reward-worker-a")
+    rendered(90.5, 60).one("Deployment", "rose-reward-worker-a")
