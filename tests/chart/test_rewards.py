@@ -236,7 +236,7 @@ def test_a_worker_that_keda_lets_go_has_the_time_that_its_functions_may_take() -
             {"rewards": {"enabled": True, "functions": listed, "workers": workers}}, *kinds
         )
 
-    with pytest.raises(CommandFailed, match='(?s)mine: it may take 90.5 s, and workers of "a"'):
+    with pytest.raises(CommandFailed, match=r'(?s)mine: it may take 90\.5 s, and workers of "a"'):
         rendered(90.5, 90, KEDA)
     usual = functions.RewardFunction.model_fields["seconds"].default
     with pytest.raises(CommandFailed, match=f"(?s)mine: it may take {usual:.0f} s"):
