@@ -11,11 +11,13 @@ import pytest
 from rose_core.rollouts.engines.estimates import Speed
 from rose_core.rollouts.placement.watch import LegPatience, MoveReason
 from rose_core.rollouts.transcripts.spans import Kv
+from rose_core.rollouts.transcripts.transcript import StreamEvent
 from rose_core.wire.routing import EngineKind
 from rose_router.engines.fleet import Engine
 from rose_router.metrics import REGISTRY
 from rose_router.turns.turn import TurnEnd
 from tests.router.world import (
+    Run,
     SimEngine,
     V,
     greedy,
@@ -122,6 +124,33 @@ async def test_turns_of_a_batch_teach_each_step_once_and_with_the_weight_of_all(
     assert engine.speed is not None
     # Of 80 events a tenth each leaves nothing of what was believed before; of 10 a third.
     assert engine.speed.step_seconds == pytest.approx(0.2, rel=0.01)
+
+
+class _Retracting(SimEngine):
+    """It lets its first turn stand still once, for ten steps, and the others go on."""
+
+    def event(self, run: Run) -> StreamEvent:
+        stands = len(run.ids) == 20 and run is next(iter(self.runs.values()))
+        self.token_seconds = 1.9999 if stands else 0.2  # its next event comes before the others'
+        return super().event(run)
+
+
+async def test_a_turn_that_stood_still_does_not_speak_for_its_whole_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world(_Retracting("a", cap=8, token_seconds=0.2)) as w:
+        fleet, speeds = w.service.fleet, list[float]()
+        learn_speed = fleet.learn_speed
+
+        def note(engine: Engine, learn: Callable[[Speed], Speed]) -> None:
+            learn_speed(engine, learn)
+            assert engine.speed is not None
+            speeds.append(engine.speed.step_seconds)
+
+        monkeypatch.setattr(fleet, "learn_speed", note)
+        for turn in [w.ask(40) for _ in range(8)]:
+            await over(turn)
+    assert 0.19 < max(speeds) <= 0.4
 
 
 async def test_what_is_said_of_a_prompt_is_what_its_last_engine_said() -> None:

@@ -15,7 +15,7 @@ import msgspec
 _LEAST_MOVE = 0.5  # of turns in flight; a smaller change says nothing about what a turn costs
 _SLOPE_WEIGHT = 0.05
 _WEIGHT = 0.1
-_SAME_STEP = 0.5
+SAME_STEP = 0.5
 """Of a step: turns of a batch end it together, and what a router hears of it is that far apart at
 most."""
 
@@ -59,7 +59,7 @@ class Speed(msgspec.Struct, frozen=True, gc=False):
 
         All turns of a batch show each of its steps, at once: one of them says it for all.
         """
-        return since >= _SAME_STEP * self.step_seconds
+        return since >= SAME_STEP * self.step_seconds
 
     def saw_step(self, seconds_per_token: float, weight: float = _WEIGHT, live: int = 0) -> Speed:
         """Learn from the gap between two events of a stream; ``live`` 0 = not said."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rose_core.rollouts.engines.estimates import weight_of
+from rose_core.rollouts.engines.estimates import SAME_STEP, weight_of
 from rose_core.rollouts.engines.suspects import GATE_SECONDS
 from rose_core.rollouts.errors import BrokenStream, RolloutError
 from rose_core.rollouts.placement.selection import TurnView
@@ -526,7 +526,9 @@ class LegReader:
                 engine.gaps += 1
                 since = now - engine.learned_at
                 if engine.speed is None or engine.speed.teaches(since):
-                    step, weight = (now - handle.last_event) / new, weight_of(engine.gaps)
+                    # A turn that stood still among others has missed steps that they have shown.
+                    step = min((now - handle.last_event) / new, since / SAME_STEP)
+                    weight = weight_of(engine.gaps)
                     engine.gaps, engine.learned_at = 0, now
                     learn = methodcaller("saw_step", step, weight, engine.occupied)
                     self._fleet.learn_speed(engine, learn)
