@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rose_dev.waiting import until
+from rose_router.engines import connections as connecting
 from rose_router.engines.connections import (
     SPARE_SECONDS,
     Connection,
@@ -185,7 +186,7 @@ async def test_a_connection_to_an_engines_host_outlives_the_pause_that_ends_othe
 
 
 async def test_who_comes_after_the_last_idle_one_was_taken_finds_another_open(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
     (tmp_path / "both.pem").write_bytes(key + certificate)
@@ -196,13 +197,13 @@ async def test_who_comes_after_the_last_idle_one_was_taken_finds_another_open(
         first = await asked(connections, place)
         await until(lambda: bool(connections._idle.get(place)))
         (spare,) = connections._idle[place]
-        assert len(host.writers) == 2
+        await until(lambda: len(host.writers) == 2)
+        monkeypatch.setattr(connecting, "SPARE_SECONDS", 0.5)  # by then both are given back
         assert await asked(connections, place) is spare
         for one in (first, spare):
             assert await whole(one) == b"x"
-        await asyncio.sleep(0.02)  # both were given back: nobody needs a third
-        assert len(host.writers) == 2
-        assert not connections._spares
+        await until(lambda: not connections._spares)
+        assert len(host.writers) == 2, "nobody needs a third"
 
 
 async def test_a_spare_that_nobody_takes_is_no_error_of_a_turn(tmp_path: Path) -> None:
