@@ -77,8 +77,10 @@ NOT_SIMULATED = {
     "rose_core.rollouts.versions": "no turn is pinned",
     "rose_core.sandboxes.conversations": "no server in a sandbox is talked to",
     "rose_core.sandboxes.heartbeats": "no host falls silent here",
+    "rose_core.sandboxes.networks": "sandboxes call nobody here",
     "rose_core.sandboxes.outside": "no sandbox reaches out, or goes back",
     "rose_core.sandboxes.pages": "what is saved has a time and no bytes here",
+    "rose_core.sandboxes.templates": "agents are given their costs, not an image",
     "rose_core.sandboxes.tunnels": "nobody connects to a sandbox",
 }
 
