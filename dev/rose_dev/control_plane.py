@@ -35,7 +35,7 @@ _ATTEMPTS = 3
 _SERVICE_RANGE = "10.96.0.0/16"
 
 # A server of tests lives for minutes and is mostly start-up: with Go's own 100 a seventh of that
-# is search for garbage. It has 130 MB more in return.
+# is search for garbage. It has 110 to 170 MB more in return.
 _GOGC = "400"
 
 
