@@ -110,12 +110,12 @@ def test_a_drain_is_not_held_up_and_the_gpu_is_free_before_the_pod_is_gone(town:
         town.ends(0)
         assert "drained" in drain.result(120)
     until(lambda: town.events("NodeCordoned"), "an Event names the cause")
-    # One replica is left, and the pool's owner keeps one: the lease waits and says so.
+    # One replica is left, and the pool's owner keeps one: the lease waits and says so. While the
+    # drained one still served, the other may have been lent: then it takes a moment to come back.
     until(
-        lambda: condition(town.scene.get_lease(), "Granted")[0] == "False",
+        lambda: condition(town.scene.get_lease(), "Granted")[0] == "False" and not town.lent_on(1),
         "the lease is without a slot",
     )
-    assert not town.lent_on(1)
 
 
 def test_an_evicted_pod_takes_its_slot_with_it_and_the_lease_goes_on_elsewhere(town: Town) -> None:
