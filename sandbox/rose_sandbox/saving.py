@@ -199,7 +199,7 @@ class Saver:
         box.bind(tokens)
         try:
             await self._publish(box, CheckpointParts(box.spec))
-        except BaseException:
+        except BaseException:  # also where its caller goes away: the record is the old one
             box.bind(before)
             raise
 

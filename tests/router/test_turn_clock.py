@@ -47,7 +47,7 @@ class RecordingHosts:
         self.prompts: list[int | None] = []
         self.seconds, self.takes, self.naming, self.still = seconds, takes, naming, still
 
-    def serve(self, job: str) -> bool:
+    def serves(self, job: str) -> bool:
         return job in {"", "mine"}
 
     async def notify(

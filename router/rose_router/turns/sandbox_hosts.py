@@ -124,7 +124,7 @@ class SandboxHosts:
         self._addresses: dict[str, tuple[float, tuple[str, ...]]] = {}
         self._beats = beats
 
-    def serve(self, job: str) -> bool:
+    def serves(self, job: str) -> bool:
         """Whether turns of the job have hosts."""
         return job in self._urls
 

@@ -82,7 +82,7 @@ class StepOutcome(StrEnum):
 class Hosts(Protocol):
     """The sandbox hosts that a router knows."""
 
-    def serve(self, job: str) -> bool:
+    def serves(self, job: str) -> bool:
         """Whether turns of the job have hosts."""
         ...
 
@@ -267,7 +267,7 @@ class TurnClock:
     def begin_turn(self, turn: Turn) -> None:
         """See ``Listener``."""
         name = _session_name(turn)
-        if not name[1] or not self._hosts.serve(name[0]):
+        if not name[1] or not self._hosts.serves(name[0]):
             return
         line = self._lines.get(name)
         if line is None and len(self._lines) >= MOST_LINES:
@@ -315,7 +315,7 @@ class TurnClock:
         """See ``Listener``."""
         name = self._name(trajectory)
         line = self._lines.get(name)
-        if not name[1] or not self._hosts.serve(name[0]) or (line is not None and line.live):
+        if not name[1] or not self._hosts.serves(name[0]) or (line is not None and line.live):
             return
         if line is None and len(self._lines) >= MOST_LINES:
             metrics.SANDBOX_STEPS.labels("ended", "skipped").inc()
@@ -347,7 +347,7 @@ class TurnClock:
 
     def _name(self, trajectory: str) -> tuple[str, str]:
         job, mark, session = trajectory.partition("/")
-        return (job, session) if mark and self._hosts.serve(job) else ("", trajectory)
+        return (job, session) if mark and self._hosts.serves(job) else ("", trajectory)
 
     def _start_delivery(self, name: tuple[str, str], line: _SessionSteps) -> None:
         if line.task is None and line.steps:

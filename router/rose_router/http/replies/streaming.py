@@ -146,7 +146,7 @@ class Stream:
         try:
             while not turn.is_over and not turn.first_token_at:
                 await turn.changed.wait(self._at_once)
-        except Exception:
+        except Exception:  # whatever it was: a stream that has begun takes no error page
             self._cut_off_begun()
             raise
         return self._reply.open or self._reply.ended
@@ -158,7 +158,7 @@ class Stream:
             await self._write()
         except (ConnectionResetError, TimeoutError):
             self._cut_off()  # its turn ends with the request
-        except Exception:
+        except Exception:  # whatever it was: a stream that has begun takes no error page
             self._cut_off_begun()
             raise
         return self._reply

@@ -52,7 +52,7 @@ _DIGESTS_PER_COPY = 16
 class Hosts(Protocol):
     """The sandbox hosts that a router knows."""
 
-    def serve(self, job: str) -> bool:
+    def serves(self, job: str) -> bool:
         """Whether turns of the job have hosts."""
         ...
 
@@ -202,7 +202,7 @@ class Branches:
 
     def _named(self, request: web.Request) -> tuple[str, str, Hosts]:
         job = _job(request)
-        if self.hosts is None or not self.hosts.serve(job):
+        if self.hosts is None or not self.hosts.serves(job):
             of = f" of job {job}" if job else ""
             message = f"no sandbox host{of} is known here; start the router with --sandbox-host"
             raise NotHere("NoSandboxHost", message)
