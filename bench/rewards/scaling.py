@@ -174,7 +174,7 @@ class FollowingPool:
         """Take a reward; ``shape`` is what its group was begun as."""
         now = self.clock.now_s
         self._groups[group] = self._groups.get(group, shape).taking(now)
-        self._demand.taking(now, group, self._groups[group])
+        self._demand.note_taken(now, group, self._groups[group])
         number, takes = len(self.ends), self.takes()
         self.ends.append(now)
         self.lengths.append(takes)
@@ -199,8 +199,8 @@ class FollowingPool:
         running = [now - began for began in self._running.values()]
         scaler = self.scaler
         scaling = Scaling(scaler.target_s, scaler.patience_s, scaler.cold_s, scaler.most)
-        free = sum(one.ready and not one.busy for one in self._staying())
-        return wished([self._demand], scaling, now, waiting, running, free=free)
+        idle = sum(one.ready and not one.busy for one in self._staying())
+        return wished([self._demand], scaling, now, waiting, running, idle=idle)
 
     def _look(self) -> None:
         if self._staying():
@@ -274,7 +274,7 @@ class FollowingPool:
         self.latencies.append(self.clock.now_s - taken.since_s)
         del self._running[taken.number]
         self._groups[taken.group] = self._groups[taken.group].after(Scored(1.0, True, 0.0))
-        self._demand.progressed(taken.group, self._groups[taken.group])
+        self._demand.note_progress(taken.group, self._groups[taken.group])
         if worker.leaves:
             self._end(worker)
         taken.end()

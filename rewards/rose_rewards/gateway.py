@@ -259,7 +259,7 @@ class Gateway:
         scaling = Scaling(target, self.patience, self.cold_start, self.queue_limit)
         teams = {one.team for one in self.functions.values() if team in {None, one.team}}
         idle = sum(self.pool.idle(one, self._verifying) for one in teams)
-        found = wished(self._demands(team), scaling, now, waiting, running, free=idle)
+        found = wished(self._demands(team), scaling, now, waiting, running, idle=idle)
         # What runs holds its worker, so a second copy takes one more.
         return max(found, len(running) + 1) if self._hedge_wanted(team) else found
 
@@ -360,7 +360,7 @@ class Gateway:
         if function.judge is not None:
             self._start(one)
         else:
-            self._demand[function.team].taking(now, group, progress)
+            self._demand[function.team].note_taken(now, group, progress)
             self._arrivals += 1
             self._waiting[self._arrivals] = one
             self._order.put((reward.function, group), self._arrivals, one.deadline)
@@ -518,7 +518,7 @@ class Gateway:
             self._groups[group] = self._groups[group].after(result)
             function = self.functions[one.reward.function]
             if function.judge is None:
-                self._demand[function.team].progressed(group, self._groups[group])
+                self._demand[function.team].note_progress(group, self._groups[group])
             if self._groups[group].ended:
                 del self._groups[group]
 

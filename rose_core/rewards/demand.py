@@ -68,7 +68,7 @@ class RewardDemand:
     _last: float | None = None
     _open: OrderedDict[Hashable, tuple[float, int]] = field(default_factory=OrderedDict)
 
-    def taking(
+    def note_taken(
         self, now: float, group: Hashable = None, progress: GroupProgress | None = None
     ) -> None:
         """A reward was taken; ``progress`` is its group's with it, None = of no group."""
@@ -78,9 +78,9 @@ class RewardDemand:
         if progress is not None and progress.first is not None:
             if progress.first < now:
                 self._after_first.append(now - progress.first)
-            self.progressed(group, progress)
+            self.note_progress(group, progress)
 
-    def progressed(self, group: Hashable, progress: GroupProgress) -> None:
+    def note_progress(self, group: Hashable, progress: GroupProgress) -> None:
         """A group lacks more or fewer than it did."""
         self._open.pop(group, None)
         if progress.to_come and progress.first is not None:
@@ -119,7 +119,7 @@ def wished(
     waiting: Iterable[tuple[float, float | None]],
     running: Sequence[float],
     *,
-    free: int,
+    idle: int,
 ) -> int:
     """Workers for these teams' rewards.
 
@@ -130,10 +130,10 @@ def wished(
         waiting: of each reward that waits, its age and, once its group lacks none but what was
             taken, for how long that has been so; seconds.
         running: seconds for which each reward that runs has been verified.
-        free: workers that are there and have nothing to do.
+        idle: workers that are there and have nothing to do.
     """
     ages = [promised_age(age, complete, scaling.patience_s) for age, complete in waiting]
     expected = sum(team.expected(now, scaling.cold_start_s) for team in teams)
     return wish(
-        ages, p50(teams), scaling.target_s, scaling.most, running, free=free, expected=expected
+        ages, p50(teams), scaling.target_s, scaling.most, running, idle=idle, expected=expected
     )

@@ -46,7 +46,7 @@ def wish(
     most: int,
     running: Collection[float] = (),
     *,
-    free: int = 0,
+    idle: int = 0,
     expected: float = 0.0,
 ) -> int:
     """Workers that finish what waits and runs, each within the target of when it was taken.
@@ -57,7 +57,7 @@ def wish(
         target: seconds in which a reward should have its result.
         most: never more.
         running: seconds for which each reward that runs has been verified.
-        free: workers that are there and have nothing to do.
+        idle: workers that are there and have nothing to do.
         expected: rewards that are to come before a new worker could be ready.
 
     Returns:
@@ -65,8 +65,8 @@ def wish(
         them; otherwise 1 to ``most``. While nothing is known of the time, one worker finds it out.
     """
     oldest = sorted(ages, reverse=True)
-    idle = not oldest and (free > 0 or not running)
-    if not most or (idle and (not free or expected < _LIKELY * free)):
+    nothing_to_start = not oldest and (idle > 0 or not running)
+    if not most or (nothing_to_start and (not idle or expected < _LIKELY * idle)):
         return 0
     if p50 is None:
         return 1

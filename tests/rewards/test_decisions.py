@@ -76,13 +76,13 @@ def test_a_reward_that_runs_counts_for_what_is_left_of_it() -> None:
 def test_once_one_has_nothing_to_do_all_go_unless_rewards_come_before_new_ones_are_ready() -> None:
     assert wish([], 10.0, 10.0, 64, [0.0] * 10) == 10, "each of them works"
     assert wish([], 10.0, 10.0, 64, [9.0] * 10) == 1, "they end, and leave nothing to do"
-    assert wish([], 10.0, 10.0, 64, [0.0] * 10, free=1) == 0, "they finish what they have, and go"
-    assert wish([], 10.0, 10.0, 64, [0.0] * 10, free=1, expected=0.4) == 0
-    assert wish([], 10.0, 10.0, 64, [0.0] * 10, free=1, expected=0.5) == 10
-    assert wish([], 10.0, 10.0, 64, [0.0] * 10, free=4, expected=0.5) == 0, "four would be idle"
-    assert wish([], 10.0, 10.0, 64, [], free=1, expected=0.5) == 1
+    assert wish([], 10.0, 10.0, 64, [0.0] * 10, idle=1) == 0, "they finish what they have, and go"
+    assert wish([], 10.0, 10.0, 64, [0.0] * 10, idle=1, expected=0.4) == 0
+    assert wish([], 10.0, 10.0, 64, [0.0] * 10, idle=1, expected=0.5) == 10
+    assert wish([], 10.0, 10.0, 64, [0.0] * 10, idle=4, expected=0.5) == 0, "four would be idle"
+    assert wish([], 10.0, 10.0, 64, [], idle=1, expected=0.5) == 1
     assert wish([], 10.0, 10.0, 64, [], expected=9.0) == 0, "none is started for what may come"
-    assert wish([0.0], 10.0, 10.0, 64, [], free=3) == 1
+    assert wish([0.0], 10.0, 10.0, 64, [], idle=3) == 1
 
 
 def test_rewards_are_expected_of_groups_that_lack_members() -> None:
@@ -91,15 +91,15 @@ def test_rewards_are_expected_of_groups_that_lack_members() -> None:
         start, group = 1000.0 * number, shape
         for after in (0, 1, 2, 3, 4, 5, 6, 66):
             group = group.taking(start + after)
-            demand.taking(start + after, number, group)
+            demand.note_taken(start + after, number, group)
     assert demand.expected(4000.0, 1.5) == 0.0, "every group has all"
     now, group = 4000.0, shape.taking(4000.0)
-    demand.taking(now, "open", group)
+    demand.note_taken(now, "open", group)
     assert demand.expected(now, 1.5) == pytest.approx(1.0), "one of seven comes in that time"
     assert demand.expected(now + 30.0, 1.5) == 0.0, "the last comes later"
     for after in (1, 2, 3, 4, 5, 6, 7):
         group = group.taking(now + after)
-        demand.taking(now + after, "open", group)
+        demand.note_taken(now + after, "open", group)
     assert group.to_come == 0
     assert not demand._open, "a group that has all is forgotten"
 
@@ -113,13 +113,13 @@ def test_a_lost_reward_is_expected_again() -> None:
 def test_rewards_that_follow_each_other_closely_keep_their_worker_without_a_group() -> None:
     demand = RewardDemand()
     for number in range(20):
-        demand.taking(float(number), None)
+        demand.note_taken(float(number), None)
     demand.times.extend([0.1] * 9)
     scaling = Scaling(target_s=10.0, patience_s=0.0, cold_start_s=1.5, most=64)
-    assert wished([demand], scaling, 19.1, [], [], free=1) == 1
-    assert wished([demand], scaling, 40.0, [], [], free=1) == 0, "no gap has been as long"
+    assert wished([demand], scaling, 19.1, [], [], idle=1) == 1
+    assert wished([demand], scaling, 40.0, [], [], idle=1) == 0, "no gap has been as long"
     other = RewardDemand()
-    assert wished([other], scaling, 19.1, [], [], free=1) == 0, "another team's are not known"
+    assert wished([other], scaling, 19.1, [], [], idle=1) == 0, "another team's are not known"
 
 
 def test_what_has_run_far_beyond_the_median_keeps_its_worker_from_what_waits() -> None:

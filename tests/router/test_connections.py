@@ -165,14 +165,20 @@ async def test_an_idle_connection_that_the_engine_closes_is_forgotten() -> None:
         assert len(made.writers) == 2
 
 
+def own_tls(folder: Path) -> tuple[ssl.SSLContext, bytes]:
+    """A server's TLS by a certificate of its own, as an engine host's; and the certificate."""
+    key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
+    (folder / "both.pem").write_bytes(key + certificate)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(folder / "both.pem")
+    return tls, certificate
+
+
 async def test_a_connection_to_an_engines_host_outlives_the_pause_that_ends_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("rose_router.engines.connections.IDLE_SECONDS", 0.01)
-    key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
-    (tmp_path / "both.pem").write_bytes(key + certificate)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(tmp_path / "both.pem")
+    tls, certificate = own_tls(tmp_path)
     async with engine(fine) as (_, _, plain), engine(fine, tls) as (host, connections, made):
         place = (*made[:2], True, (fingerprint(certificate),))
         kept, other = await asked(connections, place), await asked(connections, plain)
@@ -188,10 +194,7 @@ async def test_a_connection_to_an_engines_host_outlives_the_pause_that_ends_othe
 async def test_who_comes_after_the_last_idle_one_was_taken_finds_another_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
-    (tmp_path / "both.pem").write_bytes(key + certificate)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(tmp_path / "both.pem")
+    tls, certificate = own_tls(tmp_path)
     async with engine(fine, tls) as (host, connections, made):
         place = (*made[:2], True, (fingerprint(certificate),))
         first = await asked(connections, place)
@@ -207,10 +210,7 @@ async def test_who_comes_after_the_last_idle_one_was_taken_finds_another_open(
 
 
 async def test_a_spare_that_nobody_takes_is_no_error_of_a_turn(tmp_path: Path) -> None:
-    key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
-    (tmp_path / "both.pem").write_bytes(key + certificate)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(tmp_path / "both.pem")
+    tls, _ = own_tls(tmp_path)
     async with engine(fine, tls) as (_, connections, made):
         place = (*made[:2], True, ("0" * 64,))
         with pytest.raises(Unreachable, match="certificate"):
@@ -220,10 +220,7 @@ async def test_a_spare_that_nobody_takes_is_no_error_of_a_turn(tmp_path: Path) -
 
 
 async def test_no_spare_is_opened_once_all_are_ended(tmp_path: Path) -> None:
-    key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
-    (tmp_path / "both.pem").write_bytes(key + certificate)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(tmp_path / "both.pem")
+    tls, certificate = own_tls(tmp_path)
     async with engine(fine, tls) as (host, connections, made):
         place = (*made[:2], True, (fingerprint(certificate),))
         await asked(connections, place)
@@ -288,10 +285,7 @@ async def test_a_host_that_falls_silent_is_out_of_reach_and_not_asked_again(erro
 async def test_the_kernel_asks_engines_hosts_whether_they_are_there_and_nobody_else(
     tmp_path: Path,
 ) -> None:
-    key, certificate = make_own("host", dt.timedelta(hours=1), dt.datetime.now(dt.UTC))
-    (tmp_path / "both.pem").write_bytes(key + certificate)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(tmp_path / "both.pem")
+    tls, certificate = own_tls(tmp_path)
     async with engine(fine) as (_, _, plain), engine(fine, tls) as (_, connections, made):
         place = (*made[:2], True, (fingerprint(certificate),))
         asked_for = {}
