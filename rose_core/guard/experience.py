@@ -82,6 +82,7 @@ class _Mark:
         refused: the certificate for which the gate was shut, or open for short chunks alone.
         behind_s: prefill of what came close behind it.
         stop_s: what rollouts took to stop for it.
+        shared_s: of that, for how long they computed; None = nobody knows.
     """
 
     arrived_ns: int
@@ -92,6 +93,7 @@ class _Mark:
     refused: TtftCertificate | None = None
     behind_s: float = 0.0
     stop_s: float = 0.0
+    shared_s: float | None = None
 
 
 class Experience:
@@ -161,11 +163,20 @@ class Experience:
         if now_ns - self._led_ns <= self.lessons.envelope.longest_stop_s * 1e9:
             leader.behind_s += self.predictor.prefill_s(size, shared=False)
 
-    def note_stop(self, seconds: float, chunk_divisor: int = 1) -> None:
-        """An arrival has stopped the engine beside this replica; its permit had this divisor."""
+    def note_stop(
+        self, seconds: float, chunk_divisor: int = 1, *, had_turns: bool | None = None
+    ) -> None:
+        """An arrival has stopped the engine beside this replica.
+
+        Args:
+            seconds: from the arrival.
+            chunk_divisor: of its permit.
+            had_turns: the engine; without any it computed nothing. None = not known.
+        """
         self.lessons.envelope.note_stop(seconds, chunk_divisor)
         if self._leader is not None:
             self._leader.stop_s = seconds
+            self._leader.shared_s = None if had_turns is None else seconds * had_turns
 
     def certificate(
         self, goals: LatencyObjective, percentile: int, *, whole: bool = False
@@ -247,10 +258,12 @@ class Experience:
             return None
         seconds = ttft - mark.stop_s if mark.met_open else ttft + mark.behind_s
         taught.envelope.note_next(seconds)
-        predictor, stop_s = taught.predictor, mark.stop_s if mark.met_open else 0.0
-        scale_s = predictor.profile.prefill_s(done.size)
-        alone_s = predictor.prefill_s(done.size, shared=False)
-        taught.stopping = taught.stopping.learn(done.size, ttft, stop_s, scale_s, alone_s)
+        shared_s = mark.shared_s if mark.met_open else 0.0
+        if shared_s is not None:
+            predictor = taught.predictor
+            scale_s = predictor.profile.prefill_s(done.size)
+            alone_s = predictor.prefill_s(done.size, shared=False)
+            taught.stopping = taught.stopping.learn(done.size, ttft, shared_s, scale_s, alone_s)
         return taught.certified.add(ttft, mark.promised) if mark.promised else None
 
     def _shares(self, done: FinishedRequest) -> tuple[float, float]:

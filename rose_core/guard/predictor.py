@@ -159,7 +159,8 @@ class StopCost:
         Args:
             size: bytes of its body; less than 0 = unknown, which teaches nothing.
             ttft_s: the time.
-            stop_s: of it, how long rollouts took to stop; 0 = none computed.
+            stop_s: of it, how long rollouts took to stop; 0 = none computed, also where an engine
+                without turns was stopped.
             scale_s: what a body of this size takes, roughly: errors are relative to it.
             alone_s: a high quantile of what one of this size takes, as learned.
         """

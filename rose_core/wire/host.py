@@ -199,6 +199,9 @@ class Accepted(msgspec.Struct, frozen=True):
 
     Attributes:
         paused_microseconds: for a hold, time until every thread of the engine stood still.
+        turns: for a hold, how many were under way on the data route when it was asked for; None =
+            not known.
     """
 
     paused_microseconds: int = 0
+    turns: int | None = None

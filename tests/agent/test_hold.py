@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from rose_agent.guard.slots.hold import Calls, ConfirmedHold, Hold
+from rose_core.wire.host import Accepted
 from rose_wire.errors import Unavailable
 
-PAUSED_US = 700
+PAUSED_US, TURNS = 700, 3
 
 
 class Host:
@@ -19,10 +20,10 @@ class Host:
         self.asked: list[bool] = []
         self.ended: list[str] = []
         self.stopped: list[ConfirmedHold] = []
-        self._answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._answer: asyncio.Future[Accepted] = asyncio.get_running_loop().create_future()
         self.hold = Hold(Calls(self.ended.append), self._ask, self.stopped.append)
 
-    async def _ask(self, hold: bool) -> int:
+    async def _ask(self, hold: bool) -> Accepted:
         self.asked.append(hold)
         return await self._answer
 
@@ -31,7 +32,7 @@ class Host:
         await turns()
         answer, self._answer = self._answer, asyncio.get_running_loop().create_future()
         if error is None:
-            answer.set_result(PAUSED_US)
+            answer.set_result(Accepted(PAUSED_US, TURNS))
         else:
             answer.set_exception(error)
         await turns()
@@ -75,7 +76,7 @@ async def test_the_reaction_to_a_request_is_told_from_its_arrival() -> None:
     host.hold.order(hold=True, arrival_ns=1)
     await host.answer()
     (stopped,) = host.stopped
-    assert (stopped.arrival_ns, stopped.paused_us) == (1, PAUSED_US)
+    assert (stopped.arrival_ns, stopped.paused_us, stopped.turns) == (1, PAUSED_US, TURNS)
     assert stopped.after_ns == stopped.confirmed_ns - 1
 
 

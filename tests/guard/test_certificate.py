@@ -44,7 +44,14 @@ class World:
         for _ in range(20 if short_stop_ms else 0):
             self.experience.note_stop(short_stop_ms / 1e3, SHORT)
 
-    def request(self, ttft_ms: int, *, is_open: bool = False, stop_ms: int = 0) -> bool | None:
+    def request(
+        self,
+        ttft_ms: int,
+        *,
+        is_open: bool = False,
+        stop_ms: int = 0,
+        had_turns: bool | None = True,
+    ) -> bool | None:
         """From arrival to end; whether it exceeds its certificate."""
         self.number += 1
         arrived, first = self.now, self.now + ttft_ms * MS
@@ -55,7 +62,7 @@ class World:
         reported.begin(one, arrived)
         reported.note_size(one, 400, arrived)
         if stop_ms:
-            reported.note_stop(stop_ms / 1e3, shown.chunk_divisor)
+            reported.note_stop(stop_ms / 1e3, shown.chunk_divisor, had_turns=had_turns)
         reported.open_time.note(0, arrived + MS)
         reported.note_first_token(one, first)
         how = EndKind.COMPLETE
@@ -81,6 +88,25 @@ def test_a_gate_that_shuts_at_each_arrival_still_learns_what_co_running_costs(
     assert world.experience.slowdown == pytest.approx(expected, abs=0.1)
     predictor = world.experience.predictor
     assert predictor.loss(decoding=False) > 0.4, "it is told by no share of open time"
+
+
+def test_a_stop_of_an_engine_without_turns_is_no_evidence_that_co_running_is_free() -> None:
+    world = World()
+    for number in range(200):
+        had_turns = number % 4 < 3
+        world.request(100 + 20 * had_turns, is_open=True, stop_ms=40, had_turns=had_turns)
+    assert world.experience.slowdown == pytest.approx(2.0, abs=0.1)
+
+
+@pytest.mark.parametrize("stop_ms", [0, 40], ids=["of no stop", "of a stop alone"])
+def test_a_request_of_which_nobody_knows_what_it_shared_teaches_no_cost(stop_ms: int) -> None:
+    world = World()
+    for number in range(100):
+        met = number % 2
+        world.request(100 + 4 * met, is_open=bool(met), stop_ms=40 * met)
+    before = world.experience.lessons.stopping
+    world.request(100, is_open=True, stop_ms=stop_ms, had_turns=None)
+    assert world.experience.lessons.stopping == before
 
 
 @pytest.mark.parametrize("met", [False, True], ids=["alone", "beside rollouts"])

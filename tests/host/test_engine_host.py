@@ -182,7 +182,8 @@ async def test_an_engine_is_held_until_every_holder_has_let_go(rundir: Path, mod
             channel = connect(f"local:{rundir}/host.sock")
             slot = order().slot
             for holder in (Holder.GUARD, Holder.RETRACT):
-                await call(channel, HOLD, HoldEngine(slot, holder, hold=True), timeout=30)
+                held = await call(channel, HOLD, HoldEngine(slot, holder, hold=True), timeout=30)
+                assert held.turns == 0, "as the data route counts them"
             assert (await status_of(host)).reason == "HeldByGuard"
             await call(channel, HOLD, HoldEngine(slot, Holder.GUARD, hold=False), timeout=30)
             assert (await status_of(host)).holders == (Holder.RETRACT,)

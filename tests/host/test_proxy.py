@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from rose_agent.host.route.proxy import LONGEST_BODY, DataProxy, Target, request_ids
+from rose_core.identity import SlotUid
 from rose_engines.weights.calls import Answer, Call, Draft, Drafted, Refused
 from rose_engines.weights.control import ControlServer
 from tests.host.helpers import BEARER, TOKEN, body, until
@@ -219,6 +220,22 @@ async def test_draining_refuses_new_requests_and_waits_for_old_ones(route: Route
         route.engine.go_on.set()
         await reply.content.read()
     assert await route.proxy.drain(30.0)
+
+
+async def test_turns_under_way_are_counted_for_each_slot(route: Route) -> None:
+    slot = SlotUid("slot-1")
+    assert route.proxy.turns(slot) == 0
+    sent = body(stream=True)
+    async with route.client.post(f"{route.url}/generate", json=sent, headers=BEARER) as reply:
+        await reply.content.readline()
+        assert (route.proxy.turns(slot), route.proxy.turns(SlotUid("idle"))) == (1, 0)
+        route.engine.go_on.set()
+        await reply.content.read()
+
+    async def ended() -> bool:
+        return not route.proxy.turns(slot)
+
+    await until(ended, "the turn has ended")
 
 
 async def test_abort_requests_pass(route: Route) -> None:

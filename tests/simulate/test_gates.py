@@ -80,6 +80,19 @@ def test_a_guard_that_lends_gaps_learns_what_co_running_costs(slower: float) -> 
     assert Bench(Regime.UNGUARDED).replica.gate.slowdown == 0.0, "nobody measures it there"
 
 
+def test_an_engine_without_turns_teaches_nothing_of_what_co_running_costs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Bench, "_served", lambda *_: None)
+    bench = Bench(Regime.OURS)
+    for number in range(150):
+        bench.serve(30.0 + 1.37 * number, prompt=300 + 10 * number, output=4)
+    bench.run(260)
+    assert bench.moves, "the gate has opened and closed"
+    *_, stops = _gate_of(bench)._experience.lessons.stopping.squares
+    assert stops == 0
+
+
 def _gate_of(bench: Bench) -> GuardedGate:
     gate = bench.replica.gate
     assert isinstance(gate, GuardedGate)

@@ -423,9 +423,9 @@ class Guard:
                 slot.slowdown = replica.outcomes.experience.slowdown
                 slot.step(own, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
                 slot.totals.note_replica(counters.finished, counters.exposed)
-                for after_ns, chunk_divisor in slot.take_stops():
+                for after_ns, chunk_divisor, had_turns in slot.take_stops():
                     if not self.groups.takes_stop(uid, after_ns):
-                        replica.outcomes.note_stop(after_ns, chunk_divisor)
+                        replica.outcomes.note_stop(after_ns, chunk_divisor, had_turns=had_turns)
                 if slot.is_computing(now_ns):
                     until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
                     if not slot.grant.whole:

@@ -173,7 +173,7 @@ async def _data_route(
     """The way from routers to the engines, and its port."""
     proxy = DataProxy(host.target)
     undo.push_async_callback(proxy.stop)
-    site.cut = proxy.cut
+    site.cut, host.turns = proxy.cut, proxy.turns
     place = arguments.data_bind or arguments.data_host
     route = DataCertificate(renewed=arguments.data_tls_seconds) if encrypts(arguments) else None
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import (
+    Accepted,
     EngineState,
     EngineStatus,
     EnsureEngine,
@@ -147,16 +148,11 @@ class HostLink:
         await rpc.call(self._channel, LIMIT, order, timeout=_CALL_SECONDS)
         self.ask_soon()
 
-    async def hold(self, slot: SlotKey, *, hold: bool) -> int:
+    async def hold(self, slot: SlotKey, *, hold: bool) -> Accepted:
         """Hold or let go for the guard.
-
-        Returns:
-            Microseconds until every thread stood still, as the host measured them.
 
         Raises:
             WireError: the host refused or did not answer.
         """
-        answer = await rpc.call(
-            self._channel, HOLD, HoldEngine(slot, Holder.GUARD, hold), timeout=_CALL_SECONDS
-        )
-        return answer.paused_microseconds
+        order = HoldEngine(slot, Holder.GUARD, hold)
+        return await rpc.call(self._channel, HOLD, order, timeout=_CALL_SECONDS)

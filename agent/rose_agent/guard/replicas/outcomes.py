@@ -130,9 +130,17 @@ class Outcomes:
         """Requests of the pool that were promised something, and those that took longer."""
         return self.experience.lessons.certified
 
-    def note_stop(self, after_ns: int, chunk_divisor: int) -> None:
-        """An arrival has stopped a rollout engine beside this replica so soon after it."""
-        self.experience.note_stop(after_ns / 1e9, chunk_divisor)
+    def note_stop(
+        self, after_ns: int, chunk_divisor: int, *, had_turns: bool | None = None
+    ) -> None:
+        """An arrival has stopped a rollout engine beside this replica so soon after it.
+
+        Args:
+            after_ns: the arrival, nanoseconds.
+            chunk_divisor: of the engine's permit.
+            had_turns: the engine; None = not known.
+        """
+        self.experience.note_stop(after_ns / 1e9, chunk_divisor, had_turns=had_turns)
 
     def forget(self) -> None:
         """The tap is gone: requests under way are not followed to their end."""

@@ -24,6 +24,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from rose_core.wire.host import Accepted
 from rose_wire.errors import WireError
 
 _KIND = "hold"
@@ -78,11 +79,13 @@ class ConfirmedHold:
         arrival_ns: first segment of the request that it was ordered for.
         confirmed_ns: when the answer came.
         paused_us: how long the host took until every thread stood still, microseconds.
+        turns: of the engine, under way when the hold was asked for; None = the host did not say.
     """
 
     arrival_ns: int
     confirmed_ns: int
     paused_us: int
+    turns: int | None = None
 
     @property
     def after_ns(self) -> int:
@@ -95,8 +98,7 @@ class Hold:
 
     Args:
         calls: the slot's calls.
-        ask: asks the host to hold (True) or to let go; returns how long the tree took to stand
-            still, microseconds. Raises ``WireError``.
+        ask: asks the host to hold (True) or to let go. Raises ``WireError``.
         on_stop: called when a hold that a request has caused is confirmed.
 
     Attributes:
@@ -106,7 +108,7 @@ class Hold:
     def __init__(
         self,
         calls: Calls,
-        ask: Callable[[bool], Awaitable[int]],
+        ask: Callable[[bool], Awaitable[Accepted]],
         on_stop: Callable[[ConfirmedHold], None],
     ) -> None:
         self.confirmed: bool | None = None
@@ -139,9 +141,10 @@ class Hold:
     async def _until_confirmed(self) -> None:
         while self._wanted is not None and self.confirmed is not self._wanted:
             wanted, arrival_ns = self._wanted, self._arrival_ns
-            paused_us = await self._ask(wanted)
+            answer = await self._ask(wanted)
             now_ns = time.monotonic_ns()
             if wanted is self._wanted:
                 self.confirmed, self._answered_ns = wanted, now_ns
             if wanted and arrival_ns:
-                self._on_stop(ConfirmedHold(arrival_ns, now_ns, paused_us))
+                paused_us, turns = answer.paused_microseconds, answer.turns
+                self._on_stop(ConfirmedHold(arrival_ns, now_ns, paused_us, turns))

@@ -32,7 +32,7 @@ from rose_core.guard.ladder import LadderLimits, Rung, SlotAction, SlotOrder
 from rose_core.guard.reasons import PACED, GateReason
 from rose_core.guard.slot import EngineSeen, SlotMachine, SlotPhase, SlotSeen, decide
 from rose_core.identity import PodUid, SlotKey, SlotUid
-from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, Holder
+from rose_core.wire.host import Accepted, EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.sync import Grant
 from rose_engines.node.permit import BadPermit, Permit
 from rose_engines.node.rundir import SlotDir, read_json
@@ -318,7 +318,7 @@ class GuardedSlot:
         self.reserve: MemorySum | None = None
         self._host = host
         self._history = History(recorder, lambda: self.name)
-        self._stops: list[tuple[int, int]] = []
+        self._stops: list[tuple[int, int, bool | None]] = []
         self._chunk_divisor = 1
         self._on_change = on_change
         self._limits = LadderLimits()
@@ -336,14 +336,19 @@ class GuardedSlot:
         """For people: the slot's name, or its uid."""
         return self.grant.slot_name if self.grant else self.uid
 
-    def take_stops(self) -> list[tuple[int, int]]:
-        """Each stop by an arrival since the last call: nanoseconds, divisor of its chunks."""
+    def take_stops(self) -> list[tuple[int, int, bool | None]]:
+        """Each stop by an arrival since the last call.
+
+        Returns:
+            Nanoseconds, divisor of its chunks, whether the engine had turns; None = not known.
+        """
         taken, self._stops = self._stops, []
         return taken
 
     def _note_stop(self, stopped: ConfirmedHold) -> None:
         self._history.note_stop(stopped)
-        self._stops.append((stopped.after_ns, self._chunk_divisor))
+        had_turns = stopped.turns > 0 if stopped.turns is not None else None
+        self._stops.append((stopped.after_ns, self._chunk_divisor, had_turns))
 
     @property
     def status(self) -> EngineStatus | None:
@@ -549,7 +554,7 @@ class GuardedSlot:
             return order.slot
         return self.grant.key.slot if self.grant else SlotKey(self.uid, 0)
 
-    async def _ask_hold(self, hold: bool) -> int:
+    async def _ask_hold(self, hold: bool) -> Accepted:
         return await self._host.hold(self._key(), hold=hold)
 
     # --- bookkeeping

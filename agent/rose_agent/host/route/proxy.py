@@ -144,6 +144,10 @@ class DataProxy:
         """Requests in flight."""
         return self._live
 
+    def turns(self, uid: SlotUid) -> int:
+        """Turns of a slot under way."""
+        return sum(slot == uid for slot, _ in self._turns.values())
+
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> int:
         """Listen, in plain text without a context.
 

@@ -83,6 +83,7 @@ class EngineHost:
         self.capabilities: Callable[[], dict[str, str]] = dict
         self.models: Callable[[], tuple[NodeModel, ...] | None] = lambda: None
         self.certificates: Callable[[], tuple[str, ...]] = tuple
+        self.turns: Callable[[SlotUid], int | None] = lambda _uid: None  # under way, of a slot
 
     def bind(self, server: Server) -> None:
         """Offer the host's methods."""
@@ -136,7 +137,7 @@ class EngineHost:
             Refused: no engine for this slot and generation.
         """
         life = self._life(order.slot)
-        began = time.monotonic_ns()
+        began, turns = time.monotonic_ns(), self.turns(order.slot.uid)
         life.hold(order.holder, hold=order.hold)
         self._site.enforcer.wake()
         deadline = began + int(_HOLD_WAIT_SECONDS * 1e9)
@@ -144,7 +145,7 @@ class EngineHost:
             if life.stands_still_for(order.holder):
                 break
             await asyncio.sleep(0.001)
-        return Accepted(paused_microseconds=(time.monotonic_ns() - began) // 1000)
+        return Accepted((time.monotonic_ns() - began) // 1000, turns)
 
     async def set_dormant(self, order: SetDormant) -> EngineStatus:
         """Begin to release the engine's memory or to take it back; the status tells the effect.

@@ -305,9 +305,11 @@ class GuardedGate(ReplicaGate):
             self.host.stop()
             self.clock.after(self._timings.tick_s, self.step)
         elif action.order is SlotOrder.CLOSE:
+            had_turns = self.device.rollout is not None and self.device.rollout.busy
             late = self.device.forbid(self._timings.close_s)
             if late is not None and self._book.live:
-                self._experience.note_stop(self._timings.tap_s + late, self._chunk_divisor)
+                stop_s = self._timings.tap_s + late
+                self._experience.note_stop(stop_s, self._chunk_divisor, had_turns=had_turns)
         elif action.order is SlotOrder.HOLD and not self._holding:
             self._holding = True
             self.clock.after(self._timings.freeze_s, self._confirm_hold)
