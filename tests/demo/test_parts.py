@@ -83,18 +83,37 @@ def test_a_window_longer_than_the_trace_starts_over() -> None:
     assert found == sorted(found, key=lambda a: a.at_s)
 
 
-def test_every_request_is_sent_in_a_lent_and_in_the_withheld_window_after_it() -> None:
-    arrivals = [Arrival(float(t), 10 + t, 5, number=t) for t in range(30)]
-    found = twice(arrivals, window_s=10.0, seconds=50.0)
+def test_every_request_is_sent_in_a_lent_and_in_a_withheld_window() -> None:
+    arrivals = [Arrival(float(t), 10 + t, 5, number=t) for t in range(60)]
+    found = twice(arrivals, window_s=10.0, seconds=65.0)
     windows = Schedule(10.0)
-    lent = [a for a in found if not windows.withheld(a.at_s)]
-    withheld = [a for a in found if windows.withheld(a.at_s)]
-    assert [(a.number, a.prompt_tokens) for a in lent] == [(n, 10 + n) for n in range(18)]
-    assert [a.number for a in withheld] == list(range(18)), "a third pair does not fit"
-    assert [b.at_s - a.at_s for a, b in zip(lent, withheld, strict=True)] == pytest.approx(
-        [10] * 18
-    )
+    lent = {a.number: a for a in found if not windows.withheld(a.at_s)}
+    withheld = {a.number: a for a in found if windows.withheld(a.at_s)}
+    assert len(found) == 54
+    assert sorted(lent) == sorted(withheld) == list(range(27)), "a fourth pair does not fit"
+    for number, one in lent.items():
+        assert one.prompt_tokens == withheld[number].prompt_tokens == 10 + number
+        assert one.at_s % 10.0 == pytest.approx(withheld[number].at_s % 10.0)
     assert max(a.at_s % 10.0 for a in found) < 9.0, "the end of a window is quiet"
+
+
+def test_as_many_slices_are_sent_withheld_first_as_lent_first() -> None:
+    arrivals = [Arrival(8.8 * pair + 1.0, 10, 5, number=pair) for pair in range(8)]
+    found = twice(arrivals, window_s=10.0, seconds=160.0)
+    sent: dict[int, list[int]] = {}
+    for one in found:
+        sent.setdefault(one.number, []).append(int(one.at_s // 10.0))
+    assert list(sent.values()) == [
+        [0, 3],
+        [1, 2],
+        [4, 7],
+        [5, 6],
+        [8, 11],
+        [9, 10],
+        [12, 15],
+        [13, 14],
+    ]
+    assert sum(first % 2 for first, _ in sent.values()) == len(sent) / 2
 
 
 def test_the_measurement_begins_with_a_lent_window() -> None:
