@@ -10,6 +10,7 @@
 | sends its body slower than ``body_seconds`` allow | 408 |
 | sends either in crumbs | is heard less often (``slow_senders``) |
 | reads its stream slower than ``write_seconds`` per event allow | is taken for gone |
+| reads a whole answer slower than that and 64 KiB a second | the same |
 | sends a head or a body above the limits | 431 or 400, 413 |
 
 TLS is the listener's: a folder with ``tls.crt`` and ``tls.key``, looked at again for every new

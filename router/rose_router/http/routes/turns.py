@@ -60,6 +60,8 @@ _FAILED = TurnState.FAILED  # named once: an enum's member is slow to find
 
 Made = TypeVar("Made")
 
+_encode = msgspec.json.Encoder().encode
+
 
 class TurnHandlers:
     """The handlers.
@@ -79,6 +81,7 @@ class TurnHandlers:
         stored: StoredResponses,
     ) -> None:
         self._service = service
+        self._write_seconds = service.settings.limits.write_seconds
         self._model_tokenizer = model_tokenizer
         self._readers = ThreadPoolExecutor(_READERS, "bodies")
         self._tree = tree
@@ -110,7 +113,7 @@ class TurnHandlers:
             await self._wait_all(turns)
             _raise_if_all_failed(turns)
             answers = [self._sglang_answer(turn) for turn in turns]
-        return _json(answers if ask.listed else answers[0])
+        return self._json(answers if ask.listed else answers[0])
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/completions``."""
@@ -126,7 +129,7 @@ class TurnHandlers:
                 return await self._stream_answers(request, voices, counted)
             await self._wait_all(turns)
             _raise_if_all_failed(turns)
-            return _json(answering.answer(turns))
+            return self._json(answering.answer(turns))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/chat/completions``."""
@@ -149,7 +152,7 @@ class TurnHandlers:
             for turn in turns:
                 typed_abort(turn)
                 self._note(ask, turn, answering.message(turn))
-            return _json(answering.answer(turns))
+            return self._json(answering.answer(turns))
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """Anthropic's ``/v1/messages``."""
@@ -166,7 +169,7 @@ class TurnHandlers:
         """Anthropic's ``/v1/messages/count_tokens``."""
         body = await self._off_loop(request, partial(messages.chat_of, await self._read(request)))
         self._require_tokenizer()
-        return _json({"input_tokens": len(await self._read_prompt(request, body))})
+        return self._json({"input_tokens": len(await self._read_prompt(request, body))})
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/responses``."""
@@ -202,7 +205,7 @@ class TurnHandlers:
             text = _prompt_text(body)
             arguments = (text, self._tokenizer, "prompt", instead)
             ids = list(await self._off_loop(request, partial(encoded, *arguments, special=special)))
-        return _json(
+        return self._json(
             {
                 "tokens": ids,
                 "count": len(ids),
@@ -222,9 +225,9 @@ class TurnHandlers:
             return self._require_tokenizer().decode(token_ids(tokens, "tokens"), skip_special=False)
 
         if len(await raw_body(request)) <= _LONG_BODY:
-            return _json({"prompt": text()})
+            return self._json({"prompt": text()})
         # No thread: the tokenizer lets nothing else run while it decodes.
-        return _json({"prompt": await request.app[LARGE_BODIES].holds.hold(text)})
+        return self._json({"prompt": await request.app[LARGE_BODIES].holds.hold(text)})
 
     async def inference(self, request: web.Request) -> web.StreamResponse:
         """VLLM's ``/inference/v1/generate``."""
@@ -243,7 +246,7 @@ class TurnHandlers:
                 return await self._stream(request, turns[0], _vllm_events)
             await self._wait_all(turns)
             _raise_if_all_failed(turns)
-            return _json(_vllm_answer(turns))
+            return self._json(_vllm_answer(turns))
 
     async def abort(self, request: web.Request) -> web.Response:
         """SGLang's ``/abort_request``: by exact id, or everything of this lease."""
@@ -353,7 +356,7 @@ class TurnHandlers:
         _raise_if_all_failed([turn])
         answer = answering.answer()
         self._note(ask, turn, answering.message())
-        return _json(answer)
+        return self._json(answer)
 
     def _then_note(
         self, ask: ParsedRequest, turn: Turn, events: Iterable[Any], message: Callable[[], Message]
@@ -407,8 +410,7 @@ class TurnHandlers:
         framing: Framing = PLAIN,
     ) -> web.StreamResponse:
         # The status is decided by the first thing there is to say.
-        limit = self._service.settings.limits.write_seconds
-        stream = Stream(request, turn, events(turn), limit, framing)
+        stream = Stream(request, turn, events(turn), self._write_seconds, framing)
         if not await stream.wait_begun():
             _raise_if_all_failed([turn])
         return await stream.run()
@@ -426,9 +428,11 @@ class TurnHandlers:
             return await self._stream(request, turn, lambda _: _with_last_event(events, counted))
         await _wait_any_begun(turns)
         _raise_if_all_failed(turns)
-        limit = self._service.settings.limits.write_seconds
-        last = [counted] if counted is not None else []
+        last, limit = [counted] if counted is not None else [], self._write_seconds
         return await MergedStream(request, voices, limit, lambda: [one() for one in last]).run()
+
+    def _json(self, body: object) -> JsonReply:
+        return JsonReply(_encode(body), self._write_seconds)
 
     def _names(self, body: Mapping[str, Any]) -> TokenNames:
         by_id = bool(body.get("return_tokens_as_token_ids"))
@@ -565,7 +569,3 @@ def _prompt_text(body: dict[str, Any]) -> str:
         message = "prompt: expected text (or messages)"
         raise BadRequest("InvalidTurn", message)
     return text
-
-
-def _json(body: object) -> JsonReply:
-    return JsonReply(msgspec.json.encode(body))
