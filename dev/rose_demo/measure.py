@@ -43,16 +43,16 @@ _LENDING_SECONDS = 180.0
 _EXPORT_SECONDS = 4.0  # routers of the demo export every second
 # The load generator imports and plans before its first request is due.
 _LOAD_START_SECONDS = 3.0
-# Nice values. The load generator is what measures: a stamp that it takes late is latency that no
-# request had. The trainer stands for another machine, and must not be what makes serving slow.
-_MEASURES, _ELSEWHERE = -10, 5
+# Nice value. The load generator is what measures: a stamp that it takes late is latency that no
+# request had.
+_MEASURES = -10
 # The trainer is told to stop at the end of the measurement; this only bounds a lost one.
 _TRAINER_SPARE_SECONDS = 600.0
 
 
 @contextmanager
 def process(
-    argv: list[str], log: Path, reaper: Reaper, *, nice: int
+    argv: list[str], log: Path, reaper: Reaper, *, nice: int = 0
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process of this ``nice`` value that ends with the block, and with the demo if killed."""
     with log.open("ab") as output:
@@ -190,7 +190,11 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         # Totals count from before the trainer's first turn, so that they can be compared with its.
         seen.samples.append(msgspec.structs.replace(await collector.look(), at_s=0.0))
         counted_from = time.monotonic()
-        with process(trainer_argv, out / "trainer.log", reaper, nice=_ELSEWHERE) as trainer:
+        with (
+            placement.as_best_effort(stack.node.place.seat.cgroup) as join,
+            process(trainer_argv, out / "trainer.log", reaper) as trainer,
+        ):
+            join(trainer.pid)
             await _until_published(stack, collector)
             await _until_paired(stack, scale, reaper, collector)
             seen.before_s = collector.origin - counted_from

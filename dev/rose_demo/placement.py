@@ -6,16 +6,25 @@ engine, router, never-lent replica) and the demo's own processes get the other c
 may run anywhere: on a GPU node they would not compete with the device either.
 
 Deciding who goes where is pure (``decide``); ``apply`` reads ``/proc`` and sets affinities.
+
+The trainer stands for another machine, and must not be what makes serving slow: on the other cores
+it has what pods that ask for nothing have (``as_best_effort``). Its nice value would not do that.
+It counts among the processes of one session, and the node is a group as heavy as the session.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+from rose_demo.errors import SetUpFailed
+from rose_dev.errors import StartFailed
+from rose_dev.waiting import wait_until
+from rose_wire.cgroups import TOP, hierarchies, is_unified, remove
 
 
 class Cores(Enum):
@@ -98,3 +107,41 @@ def apply(decision: Mapping[int, Cores], where: Mapping[Cores, set[int]]) -> Non
             for task in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208  # names are enough
                 with suppress(OSError):
                     os.sched_setaffinity(int(task), where[role])
+
+
+_BEST_EFFORT = "kubepods/besteffort/rose-demo-trainer"
+_REMOVAL_SECONDS = 5.0
+
+
+@contextmanager
+def as_best_effort(tree: str, top: Path = TOP) -> Iterator[Callable[[int], None]]:
+    """A group in which processes weigh, for the block, what a pod weighs that asks for nothing.
+
+    They have to have ended by the end of the block, or the group stays until the node goes.
+
+    Args:
+        tree: name of the node's cgroup tree.
+        top: where groups lie.
+
+    Yields:
+        Joins a process to the group; what it starts goes with it.
+
+    Raises:
+        SetUpFailed: the node has no such group.
+    """
+    bases = [one for one in hierarchies(top) if is_unified(top) or "cpu" in one.name.split(",")]
+    group = (bases or [top])[0] / tree / _BEST_EFFORT
+    try:
+        group.mkdir(exist_ok=True)
+    except OSError as error:
+        message = f"no group for the trainer at {group} ({error}): is the node's kubelet running?"
+        raise SetUpFailed(message) from error
+
+    def join(pid: int) -> None:
+        (group / "cgroup.procs").write_text(str(pid))
+
+    try:
+        yield join
+    finally:
+        with suppress(StartFailed):
+            wait_until(lambda: remove(group), f"{group} is gone", seconds=_REMOVAL_SECONDS)

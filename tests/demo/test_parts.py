@@ -292,6 +292,28 @@ def test_processes_that_are_gone_are_skipped(tmp_path: Path) -> None:
     assert placement.read([7, 8], tmp_path) == [Process(7, "0::/a", "rose tap ")]
 
 
+def test_a_trainer_joins_the_group_of_pods_that_ask_for_nothing(tmp_path: Path) -> None:
+    for controller in ("cpu,cpuacct", "memory"):
+        (tmp_path / controller / "node/kubepods/besteffort").mkdir(parents=True)
+        (tmp_path / controller / "cgroup.procs").touch()
+    group = tmp_path / "cpu,cpuacct/node/kubepods/besteffort/rose-demo-trainer"
+    with placement.as_best_effort("node", tmp_path) as join:
+        join(7)
+        assert (group / "cgroup.procs").read_text() == "7"
+        (group / "cgroup.procs").unlink()  # the kernel's files go with the group
+    assert not group.exists()
+    assert not list((tmp_path / "memory/node/kubepods/besteffort").iterdir())
+
+
+def test_a_node_without_a_kubelet_has_no_such_group(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").touch()
+    with (
+        pytest.raises(SetUpFailed, match="kubelet running"),
+        placement.as_best_effort("n", tmp_path),
+    ):
+        pass
+
+
 def test_pool_and_lease_fit_the_kinds() -> None:
     options = parse(["--ttft-slo-ms", "700"])
     promised = options.promise(LEAST_OBJECTIVE)
