@@ -373,3 +373,26 @@ class Contract:
             assert len(results) <= 8
         await runtime.end(few)
         assert await output_of(runtime, box, "echo on") == "on\n"
+
+
+class RealContract(Contract):
+    """What runtimes of real processes do besides."""
+
+    @pytest.mark.parametrize("session", ["main", None])
+    @pytest.mark.parametrize("set_up", ["", "set -m; "])
+    async def test_no_shell_of_a_killed_command_goes_on_because_its_child_was_killed_first(
+        self, runtime: Runtime, box: Handle, session: str | None, set_up: str
+    ) -> None:
+        # Of twenty pairs some are met child first, whatever the order in which they are killed.
+        shells = "for i in {1..20}; do (sleep 1000; echo 1 > /home/ended) & done"
+        command = f"{set_up}{shells}; echo 1 > /home/begun; wait"
+        asking = asyncio.create_task(runtime.exec(box, command, 600, session=session))
+        async with asyncio.timeout(20):
+            while (await runtime.exec(box, "test -e /home/begun", 20)).exit_code:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await output_of(runtime, box, "while pgrep -x sleep; do sleep 0.01; done")
+        with pytest.raises(BadPath):
+            await runtime.read_file(box, "/home/ended")

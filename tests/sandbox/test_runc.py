@@ -19,7 +19,7 @@ from rose_sandbox.runtimes.runtime import Kind, Runtime, SandboxSpec
 from rose_wire.cgroups import hierarchies
 from tests.sandbox.contract import (
     SMALL,
-    Contract,
+    RealContract,
     Serve,
     kill_in_checkpoint,
     output_of,
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.sandbox
 CALL = "import ctypes, sys; sys.exit(ctypes.CDLL(None).syscall(*map(int, sys.argv[1:])) < 0)"
 
 
-class TestRunc(Contract):
+class TestRunc(RealContract):
     @pytest.fixture
     def runtime(self, runc: RuncRuntime) -> Runtime:
         return runc

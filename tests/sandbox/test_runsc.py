@@ -23,7 +23,7 @@ from rose_sandbox.runtimes.runsc import RunscRuntime
 from rose_sandbox.runtimes.runtime import CheckpointParts, Kind, Runtime, SandboxSpec
 from tests.sandbox.contract import (
     SMALL,
-    Contract,
+    RealContract,
     Serve,
     kill_in_checkpoint,
     output_of,
@@ -33,7 +33,7 @@ from tests.sandbox.contract import (
 pytestmark = pytest.mark.sandbox
 
 
-class TestRunsc(Contract):
+class TestRunsc(RealContract):
     @pytest.fixture
     def runtime(self, runsc: RunscRuntime) -> Runtime:
         return runsc

@@ -11,10 +11,11 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from rose_sandbox.runtimes.held import OpenFile, held_by
 from rose_sandbox.runtimes.parts import PROGRAMS
 from rose_sandbox.runtimes.processes import (
     POLL_SECONDS,
+    Stat,
     freeze,
     inner_pid,
     pauses,
@@ -56,12 +58,15 @@ from rose_sandbox.runtimes.runtime import (
     check_command,
     cut_output,
 )
-from rose_wire.cgroups import text_of
+from rose_wire.cgroups import signal_all, text_of
 
 START_SECONDS = 20.0
 """Until the first process of a sandbox listens; it takes milliseconds on a free machine."""
 GRACE_SECONDS = 1.0
 """For a session's shell to notice that what it waited for was killed, before it is killed too."""
+LOOKS = 8
+"""At what a command has started. What stands still starts nothing, so only one that lives on, a
+session's shell, can go on past them; it is asked anew until the command has ended."""
 SETTLE_TRIES = 250
 """Half a second on a busy machine; a runner that has answered ends within its next slice."""
 
@@ -299,22 +304,40 @@ class RuncRuntime(ContainerRuntime):
         runner = runner_of(root, asked.number)
         if runner is None:
             return False
-        pids = self._pids(asked.key)
-        table = {pid: entry for pid in pids if (entry := stat_of(pid)) is not None}
-        top = next((pid for pid in table if inner_pid(pid) == runner), None)
+        top = next((pid for pid in self._pids(asked.key) if inner_pid(pid) == runner), None)
         if top is None:
             return True
-        below = {top}
-        while True:  # a table is short: at most Limits.pids
-            more = {pid for pid, one in table.items() if one.parent in below or one.session == top}
-            if more <= below:
+        # All stand still before any is killed: a shell whose child is killed first goes on to its
+        # next line. Parents stop before their children.
+        below, doomed = {top}, [top] if hard else []
+        signal_all(doomed, signal.SIGSTOP)
+        for _ in range(LOOKS):  # at what was being born meanwhile
+            new = self._below(asked.key, top, below)
+            more = [pid for pid, one in new.items() if one.started >= asked.begun]
+            if not more:
                 break
-            below |= more
-        doomed = {pid for pid in below - {top} if table[pid].started >= asked.begun}
-        for pid in doomed | ({top} if hard else set()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, 9)
+            signal_all(more, signal.SIGSTOP)
+            below |= new.keys()
+            doomed += more
+        signal_all(doomed, signal.SIGKILL)
         return True
+
+    def _below(self, key: str, top: int, known: Collection[int]) -> dict[int, Stat]:
+        """What a runner has started, and what has its session; parents before their children."""
+        table = {pid: entry for pid in self._pids(key) if (entry := stat_of(pid)) is not None}
+        of_session = {pid for pid, one in table.items() if one.session == top}
+        found: dict[int, Stat] = {}
+        while True:  # a table is short: at most Limits.pids
+            seen = {*known, *found}
+            more = {
+                pid: one
+                for pid, one in table.items()
+                if pid not in seen
+                and (one.parent in seen or (pid in of_session and one.parent not in of_session))
+            }
+            if not more:
+                return found
+            found |= more
 
     def _settle(self, key: str, root: int, number: str) -> None:
         """Wait until a command's runner has ended or, a session's, waits for the next one.

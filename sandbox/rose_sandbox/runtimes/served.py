@@ -68,33 +68,42 @@ begin() {
 
 # What a command's runner has started since it began; hard: the runner too. It says who it is
 # before it reads what to run. Where it has, nothing is begun here: it may have taken all processes.
+# All stand still before any is killed: a shell whose child dies first goes on to its next line.
+# Parents stop before their children; what was being born meanwhile is found by the next look.
 end() {
-  local hard=$2 top pid line parent session more word
+  local hard=$2 top pid line parent session new word looks
   local -A was=() parents=() sessions=() below=()
+  local -a doomed=()
   [ -e $at/$1.pid ] || rm -f $at/$1.cmd
   read -r top <$at/$1.pid || return 1
   read -r line <$at/$1.was; for word in $line; do was[${word#/proc/}]=1; done
-  for word in /proc/[0-9]*/stat; do
-    read -r line <$word || continue
-    pid=${word#/proc/}; pid=${pid%/stat}
-    read -r _ parent _ session _ <<<"${line##*) }"
-    parents[$pid]=$parent; sessions[$pid]=$session
-  done
-  [ -n "${parents[$top]}" ] || return 0
-  below[$top]=1 more=1
-  while [ -n "$more" ]; do
-    more=
-    for pid in "${!parents[@]}"; do
-      [ -z "${below[$pid]}" ] || continue
-      if [ -n "${below[${parents[$pid]}]}" ] || [ "${sessions[$pid]}" = "$top" ]; then
-        below[$pid]=1 more=1
-      fi
+  [ -d /proc/$top ] || return 0
+  below[$top]=1
+  if [ -n "$hard" ]; then kill -STOP "$top"; doomed=("$top"); fi
+  for looks in {1..8}; do
+    for word in /proc/[0-9]*/stat; do
+      read -r line <$word || continue
+      pid=${word#/proc/}; pid=${pid%/stat}
+      read -r _ parent _ session _ <<<"${line##*) }"
+      parents[$pid]=$parent; sessions[$pid]=$session
     done
+    new=1 word=${#doomed[@]}
+    while [ -n "$new" ]; do
+      new=
+      for pid in "${!parents[@]}"; do
+        parent=${parents[$pid]}
+        [ -z "${below[$pid]}" ] || continue
+        if [ -n "${below[$parent]}" ] ||
+          { [ "${sessions[$pid]}" = "$top" ] && [ "${sessions[$parent]}" != "$top" ]; }
+        then
+          below[$pid]=1 new=1
+          [ -n "${was[$pid]}" ] || { kill -STOP "$pid"; doomed+=("$pid"); }
+        fi
+      done
+    done
+    [ ${#doomed[@]} != "$word" ] || break
   done
-  for pid in "${!below[@]}"; do
-    if [ "$pid" = "$top" ]; then [ -z "$hard" ] || kill -9 "$pid"
-    elif [ -z "${was[$pid]}" ]; then kill -9 "$pid"; fi
-  done
+  [ ${#doomed[@]} = 0 ] || kill -9 "${doomed[@]}"
   return 0
 }
 
