@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from rose_agent.devices.mps import control as mps
 from rose_agent.devices.mps.control import MULTI_USER, PROGRAM, MpsControl, Pipes, knows
 from rose_agent.devices.mps.main import Question, check
 from rose_agent.errors import MpsError
+from rose_agent.os import kernel
 from rose_agent.os.groups import wait_for
 from rose_core.devices.mps import MpsRefusal
 from rose_dev.errors import NotSupported
@@ -48,7 +50,12 @@ def daemon(
     command = [sys.executable, "-m", "rose_cli.main", "mps", "--root", str(root)]
     named = ["--program", str(control)] if mounted is None else []
     environment = {**os.environ, **({DRIVER_ROOT: str(mounted)} if mounted is not None else {})}
-    process = subprocess.Popen([*command, *named], env=environment)
+    process = subprocess.Popen(
+        [*command, *named],
+        env=environment,
+        # A run of tests that is killed leaves none behind.
+        preexec_fn=partial(kernel.die_with_parent, signal.SIGTERM),  # noqa: PLW1509  # one thread here
+    )
     try:
         assert wait_for(
             lambda: (pipes.pipe / "control").exists() or process.poll() is not None, 60.0
@@ -73,6 +80,15 @@ def test_rose_mps_runs_the_real_daemon_and_ends_it_in_order(driver: int, tmp_pat
     assert process.returncode == 0
     with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
         control.ask("get_server_list")
+
+
+def test_the_real_daemon_ends_with_rose_mps_also_when_that_is_killed(
+    driver: int, tmp_path: Path
+) -> None:
+    with daemon(driver, tmp_path) as (_control, process):
+        (running,) = psutil.Process(process.pid).children()
+        process.kill()
+        assert wait_for(lambda: not running.is_running(), 60.0)
 
 
 def test_rose_mps_takes_the_daemon_out_of_a_mounted_driver(driver: int, tmp_path: Path) -> None:

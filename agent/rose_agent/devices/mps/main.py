@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rose_agent.devices.access import driver_neighbours, located
@@ -36,6 +37,7 @@ from rose_agent.devices.mps.control import (
     knows,
 )
 from rose_agent.errors import MpsError
+from rose_agent.os import kernel
 from rose_core.devices.mps import (
     EndStep,
     Finding,
@@ -193,8 +195,12 @@ def _run(program: list[str], pipes: Pipes, control: MpsControl, protocol: int) -
     else:
         _log.warning("this daemon serves one user at a time: engines must be serving's user")
     links = Path(tempfile.mkdtemp(prefix="rose-mps-"))
-    daemon = subprocess.Popen(  # the program is the platform's
-        [*program, "-f", *mode], env=pipes.environment(driver_neighbours(links))
+    # The program is the platform's. It ends with this process, however that ends: nobody else
+    # would end it in order, and the next one finds its socket in use.
+    daemon = subprocess.Popen(
+        [*program, "-f", *mode],
+        env=pipes.environment(driver_neighbours(links)),
+        preexec_fn=partial(kernel.die_with_parent, signal.SIGTERM),  # noqa: PLW1509  # one thread here
     )
     ordered = False
 
