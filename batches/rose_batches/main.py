@@ -27,6 +27,7 @@ from rose_batches.journal import Journal
 from rose_batches.worker import Worker
 from rose_wire import flags
 from rose_wire.daemon import listen, stop_signal
+from rose_wire.flags import VerbParser
 
 LOG = logging.getLogger(__name__)
 _CONNECT_SECONDS = 5.0
@@ -86,7 +87,7 @@ async def running(
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(prog="rose batches", description=__doc__.splitlines()[0])
+    made = VerbParser(prog="rose batches", description=__doc__.splitlines()[0])
     add = made.add_argument
     add("--router", type=flags.web, required=True, help="URL of the lease's router")
     add("--router-token-file", type=Path, help="token of the lease, to call its router with")

@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "--driver", type=int, choices=DRIVERS, default=DRIVERS[0], help="NVIDIA's, of a MACHINE"
     )
     failing = verbs.add_parser("gpu", help="let a GPU of a MACHINE fail, and be well again")
-    failing.add_argument("action", choices=[*ACTIONS, "show"])
+    failing.add_argument("action", choices=[*ACTIONS, "show"], help="what happens to the GPU")
     failing.add_argument(
         "words", nargs=argparse.REMAINDER, metavar="WORD", help="which GPU, then a figure"
     )
@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("down", help="end the node, or what is left of one")
     verbs.add_parser("status", help="show what runs")
     load = verbs.add_parser("load", help="import images into the node, from docker archives")
-    load.add_argument("archives", nargs="+", type=Path, metavar="ARCHIVE")
+    load.add_argument(
+        "archives", nargs="+", type=Path, metavar="ARCHIVE", help="of docker, with an image"
+    )
     many = verbs.add_parser("nodes", help="stand nodes without machines (KWOK) beside the real one")
     many.add_argument("count", type=count, metavar="COUNT", help="nodes kwok-0, kwok-1, ...")
     boards = verbs.add_parser("dashboards", help="draw the dashboards as SVG from a Prometheus")
@@ -70,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     boards.add_argument("--minutes", type=amount, default=60.0, help="how far back")
     boards.add_argument("--out", type=Path, default=Path(), help="folder for NAME.svg")
     kubectl = verbs.add_parser("kubectl", help="run kubectl against the node")
-    kubectl.add_argument("arguments", nargs=argparse.REMAINDER)
+    kubectl.add_argument("arguments", nargs=argparse.REMAINDER, help="of kubectl")
     return parser
 
 

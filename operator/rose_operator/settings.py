@@ -21,6 +21,7 @@ from rose_operator.errors import ConfigurationError
 from rose_operator.kube.leader import RENEWALS
 from rose_operator.weight_stores import Runs
 from rose_wire import certificates, flags, problems, tls
+from rose_wire.flags import VerbParser
 
 # A host has 253 characters, of which a router's name takes 63 and a dot.
 _LONGEST_DOMAIN = 189
@@ -192,7 +193,7 @@ def parse(argv: list[str]) -> Settings:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="rose operator", description="Pools and leases to slots")
+    parser = VerbParser(prog="rose operator", description="Pools and leases to slots")
     add = parser.add_argument
     add("--namespace", default="rose-system", help="ROSE's own namespace")
     add(
@@ -217,7 +218,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--lent-weight", type=flags.amount, default=Policy().lent_weight,
         help="of routers: seconds of cost per second for which a lent GPU computes more, where "
         "serving is twice as slow beside it; 0 = its time has no price")  # fmt: skip
-    add("--router-service-account", default="rose-router")
+    add(
+        "--router-service-account", default="rose-router", help="whom routers run as in the cluster"
+    )
     add(
         "--router-user",
         type=_user,
@@ -273,7 +276,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="inside a priority a slot goes where it brings most, not by weight alone",
     )
-    add("--log-level", default="INFO", choices=["DEBUG", "INFO", "WARNING", "ERROR"])
+    add(
+        "--log-level",
+        default="INFO",
+        choices=["DEBUG", "INFO", "WARNING", "ERROR"],
+        help="least level of what is logged",
+    )
     tls.add_flag(parser)
     tls.add_clients_flag(parser)
     add("--enrol-address", default="", help="where agents and routers ask who they are")

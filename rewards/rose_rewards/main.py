@@ -36,6 +36,7 @@ from rose_rewards.links import LinkedWorkers
 from rose_rewards.pool import WorkerPool, users
 from rose_wire import flags, observability
 from rose_wire.daemon import listen, stop_signal
+from rose_wire.flags import VerbParser
 
 LOG = logging.getLogger(__name__)
 _RETRY_AFTER = {"Retry-After": "1"}
@@ -229,7 +230,7 @@ async def running(
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(prog="rose rewards", description=__doc__.splitlines()[0])
+    made = VerbParser(prog="rose rewards", description=__doc__.splitlines()[0])
     add = made.add_argument
     add("--functions", type=Path, required=True, help="the platform's list, YAML")
     add("--address", type=flags.listener, default="127.0.0.1:8100", help="HOST:PORT")

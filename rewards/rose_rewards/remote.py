@@ -29,6 +29,7 @@ from rose_rewards.links import BEAT_SECONDS, MESSAGE_BYTES, Verification, Verifi
 from rose_rewards.pool import WorkerPool
 from rose_wire import flags
 from rose_wire.daemon import stop_signal
+from rose_wire.flags import VerbParser
 
 LOG = logging.getLogger(__name__)
 _LEAST_PAUSE, _MOST_PAUSE = 0.1, 2.0
@@ -134,7 +135,7 @@ class RemoteWorker:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(prog="rose reward-worker", description=__doc__.splitlines()[0])
+    made = VerbParser(prog="rose reward-worker", description=__doc__.splitlines()[0])
     add = made.add_argument
     add("--gateway", type=flags.web, required=True, help="URL of rose rewards --workers 0")
     add("--functions", type=Path, required=True, help="the platform's list, YAML")

@@ -20,7 +20,17 @@ from rose_router.config import Enrolment, Settings
 from rose_router.listener import ConnectionLimits
 from rose_router.replicas.peers import Link, by_dns
 from rose_wire import tls
-from rose_wire.flags import add_log_level, amount, count, listener, share, target, token, web
+from rose_wire.flags import (
+    VerbParser,
+    add_log_level,
+    amount,
+    count,
+    listener,
+    share,
+    target,
+    token,
+    web,
+)
 from rose_wire.service_accounts import ServiceAccounts
 from rose_wire.token_file import TokenFile
 
@@ -36,7 +46,7 @@ Add = Callable[..., object]
 def parser() -> argparse.ArgumentParser:
     """The flags, by what they are about."""
     defaults = Settings(lease="")
-    flags = argparse.ArgumentParser(prog="rose router", description=__doc__)
+    flags = VerbParser(prog="rose router", description=__doc__)
     _about_the_lease(flags.add_argument_group("the lease and its model").add_argument, defaults)
     _about_callers(flags.add_argument_group("callers").add_argument, defaults)
     _about_owners(flags.add_argument_group("owners of engines").add_argument)

@@ -46,6 +46,7 @@ from rose_weights.store.records import Records
 from rose_weights.store.store import Store
 from rose_wire import flags
 from rose_wire.daemon import listen, stop_signal
+from rose_wire.flags import VerbParser
 from rose_wire.token_file import TokenFile
 
 LOG = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(prog="rose sandbox-host", description=__doc__.splitlines()[0])
+    made = VerbParser(prog="rose sandbox-host", description=__doc__.splitlines()[0])
     add = made.add_argument
     add(
         "--store",

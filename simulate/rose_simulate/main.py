@@ -28,6 +28,7 @@ from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.runs.fleets import FleetResult, fleet_table, run_fleet
 from rose_simulate.runs.study import Result, study, table
 from rose_simulate.verbs import calibrate, reserve, sandboxes, studies, sweeps
+from rose_wire.flags import VerbParser
 
 OTHERS: Mapping[str, Callable[[list[str]], int]] = {
     "study": studies.main,
@@ -41,16 +42,23 @@ OTHERS: Mapping[str, Callable[[list[str]], int]] = {
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of the verb."""
-    made = argparse.ArgumentParser(prog="rose simulate", description=__doc__)
-    made.add_argument("scenario", type=Path)
+    made = VerbParser(prog="rose simulate", description=__doc__)
+    made.add_argument("scenario", type=Path, help="file of the scenario")
     made.add_argument("--check", action="store_true", help="read and check only")
     made.add_argument("--seeds", type=int, nargs="+", help="instead of the scenario's")
-    made.add_argument("--regimes", nargs="+", choices=[one.value for one in Regime])
+    made.add_argument(
+        "--regimes",
+        nargs="+",
+        choices=[one.value for one in Regime],
+        help="instead of the scenario's",
+    )
     made.add_argument("--derate", type=float, nargs="+", help="speeds at saturation, each 0 to 1")
     made.add_argument("--seconds", type=float, help="instead of the scenario's")
     made.add_argument("--warmup", type=float, help="seconds not counted, instead of the scenario's")
     made.add_argument("--timings", type=Path, help="delays from the guard benchmark's JSON")
-    made.add_argument("--out", type=Path, default=Path("out") / "simulate")
+    made.add_argument(
+        "--out", type=Path, default=Path("out") / "simulate", help="folder for NAME.json"
+    )
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 
 import pytest
@@ -44,15 +44,25 @@ def test_every_example_of_a_kind_is_one_the_kind_accepts() -> None:
         assert parsed.as_dict()["metadata"]["name"] == example["metadata"]["name"], place
 
 
+@cache
+def values_schema() -> Object:
+    """What the chart says of its values."""
+    read: Object = json.loads((CHART / "values.schema.json").read_text())
+    return read
+
+
+def schema_of(path: str) -> Object:
+    """What the chart says of a value; nothing where it has none of that name."""
+    schema = values_schema()
+    for key in re.split(r"\.|(?=\[)", path) if path else []:
+        inner = schema.get("items") if key.startswith("[") else None
+        schema = inner or schema.get("properties", {}).get(key, {})
+    return schema
+
+
 def known(path: str) -> bool:
     """Whether the chart has this value."""
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    for key in re.split(r"\.|(?=\[)", path):
-        child = schema.get("items") if key.startswith("[") else schema["properties"].get(key)
-        if child is None:
-            return False
-        schema = child
-    return True
+    return bool(schema_of(path))
 
 
 def test_every_value_that_a_page_sets_is_one_of_the_chart() -> None:
@@ -65,6 +75,71 @@ def test_every_value_that_a_page_sets_is_one_of_the_chart() -> None:
     assert ("docs/install.md", "lending.enabled") in found
     assert not known("lending.enable")
     assert [one for one in sorted(found) if not known(one[1])] == []
+
+
+def blocks() -> Iterator[tuple[str, Object]]:
+    """Mappings of YAML that pages show and that are no whole object."""
+    for page in PAGES:
+        for block in BLOCK.findall(page.read_text()):
+            for shown in yaml.safe_load_all(block):
+                if isinstance(shown, dict) and "apiVersion" not in shown:
+                    yield name(page), shown
+
+
+def test_every_block_of_values_that_a_page_shows_is_one_of_the_chart() -> None:
+    own = yaml.safe_load((CHART / "values.yaml").read_text())
+    shown = [(page, block) for page, block in blocks() if own.keys() >= block.keys()]
+    assert len(shown) >= 8
+    assert [(page, block) for page, block in shown if not fits(block, values_schema())] == []
+
+
+def test_every_part_of_a_spec_that_a_page_shows_is_one_of_a_kind() -> None:
+    kinds = [
+        yaml.safe_load(path.read_text())["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+        for path in sorted((ROOT / "crds").glob("*.yaml"))
+    ]
+    shown = [
+        (page, block)
+        for page, block in blocks()
+        if block.keys() == {"spec"} and "containers" not in block["spec"]
+    ]
+    assert len(shown) >= 5
+    missing = [
+        (page, block)
+        for page, block in shown
+        if not any(fits(block["spec"], kind["properties"]["spec"]) for kind in kinds)
+    ]
+    assert missing == []
+
+
+def fits(shown: object, schema: Object) -> bool:
+    """Whether a schema has every field of what is shown."""
+    if isinstance(shown, list):
+        return all(fits(one, schema.get("items", {})) for one in shown)
+    if not isinstance(shown, dict) or "properties" not in schema:
+        return True
+    fields = schema["properties"]
+    return all(key in fields and fits(value, fields[key]) for key, value in shown.items())
+
+
+DEFAULTS = re.compile(r"^\| ((?:`[\w.]+`(?:, )?)+) \| ([^|]+) \|", re.MULTILINE)
+
+
+def test_the_table_of_values_says_their_defaults() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    section = page.partition("## Values that matter")[2].partition("\n### ")[0]
+    own = yaml.safe_load((CHART / "values.yaml").read_text())
+    compared = 0
+    for names, said in DEFAULTS.findall(section):
+        keys, figures = re.findall(r"`([\w.]+)`", names), said.split(", ")
+        for key, figure in zip(keys, figures * (len(keys) // len(figures)), strict=True):
+            value = reduce(lambda part, word: part[word], key.split("."), own)
+            if figure == "none":
+                assert not value, key
+            elif re.fullmatch(r"`.*`|\d+", figure):
+                assert value == yaml.safe_load(figure.strip("`")), key
+                compared += 1
+    assert compared >= 20
 
 
 ROOM = re.compile(

@@ -27,6 +27,7 @@ from rose_weights.store.retention import WINDOW
 from rose_wire import faults, flags, memory, observability, rpc, tls
 from rose_wire.daemon import stop_signal
 from rose_wire.errors import WireError
+from rose_wire.flags import VerbParser
 from rose_wire.rpc import Server
 
 LOG = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ KEPT_BYTES = 64 << 20
 
 def parser() -> argparse.ArgumentParser:
     """The verb's arguments."""
-    top = argparse.ArgumentParser(prog="rose weights", description="The weight store.")
+    top = VerbParser(prog="rose weights", description="The weight store.")
     verbs = top.add_subparsers(dest="verb", required=True)
     serve = verbs.add_parser("serve", help="serve a store over gRPC")
     serve.add_argument("--root", required=True, help="folder of the store, or s3://bucket/prefix")
@@ -76,8 +77,8 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument("path", help="folder, or s3://bucket/prefix")
     verify.add_argument("--base", type=Path, help="checkpoint to apply a bundle to")
     diff = verbs.add_parser("diff", help="compare two Hugging Face checkpoints bit by bit")
-    diff.add_argument("old", type=Path)
-    diff.add_argument("new", type=Path)
+    diff.add_argument("old", type=Path, help="checkpoint before")
+    diff.add_argument("new", type=Path, help="checkpoint after")
     _import_parser(verbs.add_parser("import", help="publish checkpoints and delta directories"))
     _export_parser(verbs.add_parser("export", help="write a bundle as a weight_vNNNNNN directory"))
     return top
@@ -112,7 +113,7 @@ def _import_parser(parser_: argparse.ArgumentParser) -> None:
         "The first path is a Hugging Face checkpoint; the others are checkpoints of the same model "
         "or weight_vNNNNNN directories of slime and miles, in order."
     )
-    parser_.add_argument("paths", type=Path, nargs="+")
+    parser_.add_argument("paths", type=Path, nargs="+", help="in order")
     parser_.add_argument("--run", type=flags.run, required=True, help="name of the run")
     goal = parser_.add_mutually_exclusive_group(required=True)
     goal.add_argument(
@@ -123,14 +124,21 @@ def _import_parser(parser_: argparse.ArgumentParser) -> None:
 
 
 def _export_parser(parser_: argparse.ArgumentParser) -> None:
-    parser_.add_argument("bundle", type=Path)
+    parser_.add_argument("bundle", type=Path, help="folder of the bundle")
     parser_.add_argument("base", type=Path, help="checkpoint the bundle starts from")
     parser_.add_argument("root", type=Path, help="folder in which weight_vNNNNNN is made")
     parser_.add_argument(
         "--number", type=flags.one_or_more, required=True, help="NNNNNN; the base is one less"
     )
-    parser_.add_argument("--encoding", choices=("xor", "overwrite"), default="xor")
-    parser_.add_argument("--checksum", choices=sorted(CHECKSUMS), default="xxh3-128")
+    parser_.add_argument(
+        "--encoding",
+        choices=("xor", "overwrite"),
+        default="xor",
+        help="of a delta: differences, or new values",
+    )
+    parser_.add_argument(
+        "--checksum", choices=sorted(CHECKSUMS), default="xxh3-128", help="of each file"
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from rose_core.identity import run_name
@@ -19,9 +20,38 @@ _LARGEST_PORT = 65535
 _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 
 
+class HelpWithDefaults(argparse.HelpFormatter):
+    """Help in which a flag's default stands, unless the flag has none or its text names it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help or "", action.default
+        none = default is None or isinstance(default, (bool, list, tuple)) or not str(default)
+        if none or not action.option_strings or action.nargs == 0 or "default" in text:
+            return text
+        return text + (" (default: %(default)s)" if default != argparse.SUPPRESS else "")
+
+
+class VerbParser(argparse.ArgumentParser):
+    """The parser of a verb, and by ``add_subparsers`` of those below it.
+
+    Who runs a process by hand reads its flags with ``--help``, and the periods and ports that a
+    page names are the defaults that stand there.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # argparse's own
+        kwargs.setdefault("formatter_class", HelpWithDefaults)
+        super().__init__(*args, **kwargs)
+
+
 def add_log_level(parser: argparse.ArgumentParser) -> None:
     """Give a process its flag ``--log-level``."""
-    parser.add_argument("--log-level", default="INFO", type=str.upper, choices=LEVELS)
+    parser.add_argument(
+        "--log-level",
+        default="INFO",
+        type=str.upper,
+        choices=LEVELS,
+        help="least level of what is logged",
+    )
 
 
 def port(text: str) -> int:

@@ -41,6 +41,7 @@ from rose_agent.signals.reader import ConfinedReaders
 from rose_core.devices.memory import BudgetLimits
 from rose_engines.node.rundir import RunDir
 from rose_wire import flags, tls
+from rose_wire.flags import VerbParser
 from rose_wire.observability import guarded, pages
 from rose_wire.serving import Server
 from rose_wire.token_file import TokenFile
@@ -57,14 +58,14 @@ Part = Callable[[], Coroutine[Any, Any, None]]
 
 def arguments() -> argparse.ArgumentParser:
     """The flags of the guard."""
-    parser = argparse.ArgumentParser(
+    parser = VerbParser(
         prog="rose agent",
         description="Guard the serving replicas of this node. "
         "Also: rose agent report|trace|stop|resume --rundir DIR.",
     )
     add = parser.add_argument
     add("--node", required=True, help="this node's name")
-    add("--rundir", type=Path, default=Path("/run/rose"))
+    add("--rundir", type=Path, default=Path("/run/rose"), help="run directory of the node")
     add(
         "--operator",
         type=lambda text: flags.target(text) if text else "",
@@ -85,10 +86,15 @@ def arguments() -> argparse.ArgumentParser:
         f"nodes; needs a certificate ({tls.IDENTITY}). Without it no such replica is lent",
     )
     add("--guard-host", default="", help="under which they reach it; else the --guard-address's")
-    add("--http-host", default="0.0.0.0")  # noqa: S104  # scraped by Prometheus
+    add("--http-host", default="0.0.0.0", help="address of /metrics, /healthz and the pages")  # noqa: S104  # scraped by Prometheus
     add("--http-port", type=flags.port, default=9101, help="0 = any")
-    add("--devices", choices=["static", "nvml"], default="nvml")
-    add("--static-gpus", type=Path)
+    add(
+        "--devices",
+        choices=["static", "nvml"],
+        default="nvml",
+        help="who knows the GPUs: NVIDIA's driver, or a file",
+    )
+    add("--static-gpus", type=Path, help="with static: JSON, the GPUs of this node")
     add(
         "--pod-resources",
         type=Path,
@@ -102,8 +108,8 @@ def arguments() -> argparse.ArgumentParser:
     )
     add("--static-replicas", type=Path, help="serving replicas from a file, without Kubernetes")
     add("--kube-url", type=flags.web, help="API server outside a cluster")
-    add("--kube-token-file", type=Path)
-    add("--kube-ca-file", type=Path)
+    add("--kube-token-file", type=Path, help="with --kube-url: the token that it asks for")
+    add("--kube-ca-file", type=Path, help="with --kube-url: authority of its certificate")
     add("--settle-seconds", type=flags.amount, default=60.0, help="rest after a serving restart")
     add(
         "--calm-seconds",
@@ -115,7 +121,8 @@ def arguments() -> argparse.ArgumentParser:
         "--crossover-seconds",
         type=flags.amount,
         default=0.0,
-        help="withhold lending in every second window of this length and compare; 0 = never",
+        help="withhold lending in every second window of this length and compare; 0 = one window "
+        "of 10 s in ten, in pools with maxLatencyIncreasePercent alone",
     )
     add("--sandbox-host", type=flags.web, action="append", default=[],
         help="of this node (rose sandbox-host): told while serving burns its budget; "

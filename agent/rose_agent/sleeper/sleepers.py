@@ -43,6 +43,7 @@ from rose_engines.node.rundir import read_json, write_json
 from rose_engines.node.servingdir import ServingDir, ServingDirs, SleepOrder
 from rose_engines.process.sleep import SERVING
 from rose_wire import flags
+from rose_wire.flags import VerbParser
 
 _log = logging.getLogger("rose.sleeper")
 _PERIOD_SECONDS = 0.5
@@ -194,10 +195,17 @@ def _end(order: SleepOrder) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(prog="rose sleeper", description=__doc__)
-    made.add_argument("--rundir", type=Path, default=Path("/run/rose"))
-    made.add_argument("--devices", choices=["static", "nvml"], default="nvml")
-    made.add_argument("--static-gpus", type=Path)
+    made = VerbParser(prog="rose sleeper", description=__doc__)
+    made.add_argument(
+        "--rundir", type=Path, default=Path("/run/rose"), help="run directory of the node"
+    )
+    made.add_argument(
+        "--devices",
+        choices=["static", "nvml"],
+        default="nvml",
+        help="who knows the GPUs: NVIDIA's driver, or a file",
+    )
+    made.add_argument("--static-gpus", type=Path, help="with static: JSON, the GPUs of this node")
     made.add_argument(
         "--vacated-url",
         type=lambda text: text and flags.web(text),

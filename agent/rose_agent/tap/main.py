@@ -24,6 +24,7 @@ from pathlib import Path
 from rose_agent.os import bpf_maps, kernel, seccomp
 from rose_agent.tap import opener
 from rose_wire import flags
+from rose_wire.flags import VerbParser
 
 _log = logging.getLogger("rose.tap")
 _SAMPLE_FROM = 400.0  # segments per second
@@ -31,9 +32,11 @@ _SAMPLE_FROM = 400.0  # segments per second
 
 def arguments() -> argparse.ArgumentParser:
     """The verb's flags."""
-    parser = argparse.ArgumentParser(prog="rose tap", description=__doc__.splitlines()[0])
-    parser.add_argument("--rundir", type=Path, default=Path("/run/rose"))
-    parser.add_argument("--http-host", default="0.0.0.0")  # noqa: S104  # scraped by Prometheus
+    parser = VerbParser(prog="rose tap", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--rundir", type=Path, default=Path("/run/rose"), help="run directory of the node"
+    )
+    parser.add_argument("--http-host", default="0.0.0.0", help="address of /metrics and /healthz")  # noqa: S104  # scraped by Prometheus
     parser.add_argument("--http-port", type=flags.port, default=9102, help="0 = any")
     parser.add_argument(
         "--sample-from",

@@ -26,6 +26,7 @@ from rose_core.wire.sync import WeightSource
 from rose_engines.node.rundir import EngineFile, RunDir, SlotDir, read_json
 from rose_wire import faults, flags, observability
 from rose_wire.daemon import stop_signal
+from rose_wire.flags import VerbParser
 
 _log = logging.getLogger(__name__)
 _SCAN_SECONDS = 0.5
@@ -104,8 +105,10 @@ class Followers:
 
 def parser() -> argparse.ArgumentParser:
     """The verb's arguments."""
-    made = argparse.ArgumentParser(prog="rose weight-sync", description=__doc__)
-    made.add_argument("--rundir", type=Path, default=Path("/run/rose"))
+    made = VerbParser(prog="rose weight-sync", description=__doc__)
+    made.add_argument(
+        "--rundir", type=Path, default=Path("/run/rose"), help="run directory of the node"
+    )
     made.add_argument(
         "--http-port", type=flags.port, default=9104, help="metrics and health; 0 = any"
     )

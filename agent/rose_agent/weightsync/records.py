@@ -19,6 +19,7 @@ import msgspec
 from rose_core.unreadable import UNREADABLE
 from rose_engines.node.rundir import RunDir
 from rose_wire import flags
+from rose_wire.flags import VerbParser
 
 FILE = "commits.jsonl"
 KEPT = 200
@@ -106,8 +107,10 @@ def _record(line: bytes) -> Iterator[CommitRecord]:
 
 def parser() -> argparse.ArgumentParser:
     """The verb's arguments."""
-    made = argparse.ArgumentParser(prog="rose weights commits", description=__doc__)
-    made.add_argument("--rundir", type=Path, default=Path("/run/rose"))
+    made = VerbParser(prog="rose weights commits", description=__doc__)
+    made.add_argument(
+        "--rundir", type=Path, default=Path("/run/rose"), help="run directory of the node"
+    )
     made.add_argument("--slot", default="", help="one slot's uid; all by default")
     made.add_argument("--last", type=flags.count, default=20, help="newest commits of each engine")
     made.add_argument("--json", action="store_true", help="the lines as they are")

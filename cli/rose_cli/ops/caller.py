@@ -21,7 +21,7 @@ from rose_cli.ops.cluster import Cluster, connection_flags, run
 from rose_cli.ops.errors import CommandError, NotFound
 from rose_cli.ops.tables import Row, table
 from rose_core.api import RolloutLease
-from rose_wire.flags import lifetime
+from rose_wire.flags import VerbParser, lifetime
 
 _SECRET_BYTES = 32
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser("rose caller", description=__doc__.splitlines()[0])
+    top = VerbParser("rose caller", description=__doc__.splitlines()[0])
     verbs = top.add_subparsers(dest="verb", required=True)
     shared = connection_flags()
     grant = verbs.add_parser("grant", parents=[shared], help="make a credential for a caller")

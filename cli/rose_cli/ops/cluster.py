@@ -32,6 +32,7 @@ from rose_cli.ops.errors import (
     NotInstalled,
 )
 from rose_core.api import GROUP, VERSION, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
+from rose_wire.flags import VerbParser
 
 KindT = TypeVar("KindT", bound=ServingPool | RolloutLease | RolloutSlot)
 _POLL_SECONDS = 0.3
@@ -49,9 +50,9 @@ class _Pod(GenericNamespacedResource):
     _api_info = create_api_info("", "v1", "Pod", "pods")
 
 
-def connection_flags(*, namespaced: bool = True) -> argparse.ArgumentParser:
+def connection_flags(*, namespaced: bool = True) -> VerbParser:
     """Flags that every verb has, spelled as kubectl's."""
-    parent = argparse.ArgumentParser(add_help=False)
+    parent = VerbParser(add_help=False)
     group = parent.add_argument_group("cluster")
     group.add_argument("--kubeconfig", help="file to use instead of KUBECONFIG")
     group.add_argument("--context", help="context of the kubeconfig")

@@ -15,12 +15,12 @@ from typing import Any
 from rose_cli.ops.cluster import Cluster, connection_flags, run, until
 from rose_cli.ops.errors import NotFound
 from rose_core.api import STOP_ANNOTATION, RolloutSlot, ServingPool
-from rose_wire.flags import amount
+from rose_wire.flags import VerbParser, amount
 
 
 def main(argv: list[str]) -> int:
     """Stop lending on a node, or allow it again."""
-    parser = argparse.ArgumentParser(
+    parser = VerbParser(
         "rose drain", description=__doc__, parents=[connection_flags(namespaced=False)]
     )
     parser.add_argument("node", help="its name, as kubectl get nodes has it")

@@ -28,16 +28,14 @@ from rose_core.devices.memory import MemorySum, in_gib
 from rose_simulate.advice.errors import AdviceError
 from rose_simulate.advice.memory import ServingEngineKind, changes
 from rose_simulate.verbs.advise_memory import fp8_weights, rollout_of, serving_of, show_changes
-from rose_wire.flags import amount, count
+from rose_wire.flags import VerbParser, amount, count
 
 KINDS: dict[str, type[RolloutLease | ServingPool]] = {"lease": RolloutLease, "pool": ServingPool}
 
 
 def main(argv: list[str]) -> int:
     """Ask the operator and print its answer."""
-    parser = argparse.ArgumentParser(
-        "rose explain", description=__doc__, parents=[connection_flags()]
-    )
+    parser = VerbParser("rose explain", description=__doc__, parents=[connection_flags()])
     parser.add_argument("kind", choices=list(KINDS), help="whose replicas are asked about")
     parser.add_argument("name", help="of the lease or pool")
     parser.add_argument("--reason", help="only replicas with this reason")
@@ -58,7 +56,13 @@ def main(argv: list[str]) -> int:
     add("--kv-tokens", type=count, help="absent = the lease's; 16384 for a pool")
     add("--max-running", type=count, help="turns at a time; absent = the lease's; 8 for a pool")
     parser.add_argument("--timeout", type=amount, default=30.0, help="seconds to wait")
-    parser.add_argument("-o", "--output", choices=["table", "json"], default="table")
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=["table", "json"],
+        default="table",
+        help="for people, for a program",
+    )
     given = parser.parse_args(argv)
     return run("explain", given, lambda cluster: _explain(cluster, given))
 

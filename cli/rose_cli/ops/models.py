@@ -16,6 +16,7 @@ from rose_cli.ops.errors import NotAllowed
 from rose_cli.ops.tables import Row, output_flag, shown
 from rose_core.api import ServingPool, TenantPolicy
 from rose_core.api.poolstatus import PoolModel
+from rose_wire.flags import VerbParser
 
 _MOST_NAMESPACES = 4
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -24,9 +25,7 @@ _STEP = 1024
 
 def main(argv: list[str]) -> int:
     """Print the models; exit code 1 when a pool lacks one on some of its nodes."""
-    parser = argparse.ArgumentParser(
-        "rose models", description=__doc__, parents=[connection_flags()]
-    )
+    parser = VerbParser("rose models", description=__doc__, parents=[connection_flags()])
     parser.add_argument("model", nargs="?", default="*", help="only these, * for any characters")
     parser.add_argument("--nodes", action="store_true", help="a row per node instead of per pool")
     output_flag(parser)

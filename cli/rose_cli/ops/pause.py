@@ -12,7 +12,7 @@ import sys
 from rose_cli.ops.cluster import Cluster, connection_flags, run, until
 from rose_cli.ops.errors import CommandError
 from rose_core.api import RESUME_ANNOTATION, PoolMode, RolloutSlot, ServingPool
-from rose_wire.flags import amount
+from rose_wire.flags import VerbParser, amount
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +28,7 @@ def resume(argv: list[str]) -> int:
 
 
 def _given(name: str, text: str, argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(f"rose {name}", description=text, parents=[connection_flags()])
+    parser = VerbParser(f"rose {name}", description=text, parents=[connection_flags()])
     parser.add_argument("pools", nargs="*", metavar="POOL", help="names of pools")
     parser.add_argument("--all", action="store_true", help="every pool of the namespace")
     if name == "pause":

@@ -40,7 +40,7 @@ from rose_core.accounting.leases import OutsideLeases
 from rose_core.accounting.statement import CostStatement
 from rose_core.api import RolloutLease
 from rose_simulate.pages.statement_page import html
-from rose_wire.flags import amount
+from rose_wire.flags import VerbParser, amount
 
 _HOUR_MS = 3_600_000
 _LABELS = {
@@ -54,9 +54,7 @@ _LABELS = {
 
 def main(argv: list[str]) -> int:
     """Print totals since each lease was made."""
-    parser = argparse.ArgumentParser(
-        "rose report", description=__doc__, parents=[connection_flags()]
-    )
+    parser = VerbParser("rose report", description=__doc__, parents=[connection_flags()])
     parser.add_argument(
         "--by", choices=["lease", "pool", "namespace"], default="lease", help="a row for each"
     )

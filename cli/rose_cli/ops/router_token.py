@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rose_wire import flags
 from rose_wire.bearer import BATCHES, INGEST, lease_token, service_token
+from rose_wire.flags import VerbParser
 
 
 def _lease(text: str) -> str:
@@ -30,8 +31,14 @@ def main(argv: list[str]) -> int:
     Returns:
         0 printed, 1 the installation's token cannot be read.
     """
-    parser = argparse.ArgumentParser("rose router token", description=__doc__.splitlines()[0])
-    parser.add_argument("--lease", type=_lease, required=True, metavar="NAMESPACE/NAME")
+    parser = VerbParser("rose router token", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--lease",
+        type=_lease,
+        required=True,
+        metavar="NAMESPACE/NAME",
+        help="the lease whose router it is",
+    )
     parser.add_argument(
         "--token-file",
         type=Path,

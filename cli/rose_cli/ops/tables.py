@@ -15,7 +15,13 @@ _SMALL = 0.1
 
 def output_flag(parser: argparse.ArgumentParser) -> None:
     """``-o``."""
-    parser.add_argument("-o", "--output", choices=["table", "json", "csv"], default="table")
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=["table", "json", "csv"],
+        default="table",
+        help="for people, for a program, for a spreadsheet",
+    )
 
 
 def shown(rows: Sequence[Row], how: str, empty: str = "none") -> str:

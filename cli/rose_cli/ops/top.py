@@ -10,13 +10,15 @@ from rose_cli.ops.tables import Row, output_flag, shown
 from rose_cli.ops.usage import usage_rows, usages
 from rose_cli.ops.views import node_rows
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
-from rose_wire.flags import count
+from rose_wire.flags import VerbParser, count
 
 
 def main(argv: list[str]) -> int:
     """Print the largest users."""
-    parser = argparse.ArgumentParser("rose top", description=__doc__, parents=[connection_flags()])
-    parser.add_argument("what", nargs="?", choices=["leases", "nodes"], default="leases")
+    parser = VerbParser("rose top", description=__doc__, parents=[connection_flags()])
+    parser.add_argument(
+        "what", nargs="?", choices=["leases", "nodes"], default="leases", help="whose use"
+    )
     parser.add_argument("--limit", type=count, default=20, help="rows; 0 for all")
     output_flag(parser)
     given = parser.parse_args(argv)

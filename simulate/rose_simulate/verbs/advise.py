@@ -24,7 +24,7 @@ from rose_simulate.advice.errors import AdviceError, TelemetryError
 from rose_simulate.advice.estimate import Assumed, EstimateInterval, LendingEstimate, estimate
 from rose_simulate.advice.recommend import Advice, Goal, recommend
 from rose_simulate.advice.telemetry import BUSY, RUNNING, LoadTelemetry, from_prometheus, from_rows
-from rose_wire.flags import amount, count, share
+from rose_wire.flags import VerbParser, amount, count, share
 
 PERCENTS = (10, 25, 50, 75, 100)
 _PERCENTILE = "percent of requests that must meet it"
@@ -38,12 +38,12 @@ class _Indents(TypedDict):
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of the verb."""
-    made = argparse.ArgumentParser(prog="rose advise", description=__doc__)
+    made = VerbParser(prog="rose advise", description=__doc__)
     add = made.add_argument
     add("--telemetry", type=Path, required=True, help="CSV, JSON rows, or a range query's answer")
     add("--meaning", choices=[RUNNING, BUSY], default="", help="of a metric whose name is silent")
     add("--name", default="serving", help="of the ServingPool")
-    add("--namespace", default="default")
+    add("--namespace", default="default", help="of the ServingPool")
     add(
         "--label",
         type=_label,

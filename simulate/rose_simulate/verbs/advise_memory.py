@@ -34,7 +34,7 @@ from rose_simulate.advice.memory import (
     largest,
     settings,
 )
-from rose_wire.flags import amount, count, share
+from rose_wire.flags import VerbParser, amount, count, share
 
 # As their drivers count them.
 CARDS = {"H100": 79.6, "H200": 139.8}
@@ -44,7 +44,7 @@ _INDEX = "model.safetensors.index.json"
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of the verb."""
-    made = argparse.ArgumentParser(prog="rose advise memory", description=__doc__)
+    made = VerbParser(prog="rose advise memory", description=__doc__)
     add = made.add_argument
     add("--gpu", type=_card, required=True, help=f"{', '.join(CARDS)}, or its memory in GiB")
     add("--serving", type=Path, required=True, metavar="DIR", help="model that serves")

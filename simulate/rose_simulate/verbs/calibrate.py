@@ -22,6 +22,7 @@ import msgspec
 from rose_simulate.files import chance
 from rose_simulate.files.levels import QUIET_SHARE, Level, Median, chosen, levels
 from rose_simulate.model.errors import ScenarioError, SimulationError
+from rose_wire.flags import VerbParser
 
 LIMIT = 0.15
 _VERDICTS = {True: "", False: "  outside", None: "  undecided"}
@@ -137,7 +138,7 @@ def _ends(row: Compared) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of ``calibrate``."""
-    made = argparse.ArgumentParser(prog="rose simulate calibrate", description=__doc__)
+    made = VerbParser(prog="rose simulate calibrate", description=__doc__)
     made.add_argument("files", type=Path, nargs="+", metavar="FILE", help="JSON of bench.guard")
     made.add_argument("--hold-out", metavar="LOAD", help="only this level; otherwise each in turn")
     made.add_argument("--loads", metavar="LOAD", nargs="+", help="only these levels of the files")

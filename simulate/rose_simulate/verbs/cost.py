@@ -37,6 +37,7 @@ from rose_simulate.model.run import ledger
 from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.pages.statement_page import html, percent
 from rose_simulate.runs.study import Result
+from rose_wire.flags import VerbParser
 
 _PERCENTILE = "leases: of the pool's SLO, for the share of its error budget"
 _VIOLATION = (
@@ -55,7 +56,7 @@ class CostError(Exception):
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of the verb."""
-    made = argparse.ArgumentParser(prog="rose cost", description=__doc__.split("\n\n", 1)[0])
+    made = VerbParser(prog="rose cost", description=__doc__.split("\n\n", 1)[0])
     add = made.add_argument
     add("file", type=Path, help="a simulator's result, or leases as JSON")
     add("--dedicated-hour", type=float, default=1.0, help="price of a dedicated GPU-hour")

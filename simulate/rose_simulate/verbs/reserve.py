@@ -28,6 +28,7 @@ from rose_simulate.model.scenarios.scenario import Regime, Scenario
 from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.runs.runner import Case, Runner
 from rose_simulate.verbs.studies import SCENARIOS
+from rose_wire.flags import VerbParser
 
 RATES = (0.5, 1.0, 1.5, 2.0, 5.0, 6.0)
 """Both admitted loads of the shipped scenario lie between two of them (docs/studies/reserve.md)."""
@@ -153,14 +154,22 @@ def _full(one: LoadLevel) -> Felt:
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of the verb."""
-    made = argparse.ArgumentParser(prog="rose simulate reserve", description=__doc__)
-    made.add_argument("scenario", type=Path, nargs="?", default=SCENARIOS / "sessions.yaml")
+    made = VerbParser(prog="rose simulate reserve", description=__doc__)
+    made.add_argument(
+        "scenario",
+        type=Path,
+        nargs="?",
+        default=SCENARIOS / "sessions.yaml",
+        help="file of the scenario",
+    )
     made.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="requests/s")
     made.add_argument("--seeds", type=int, nargs="+", help="instead of the scenario's")
     made.add_argument("--seconds", type=float, help="instead of the scenario's")
     made.add_argument("--derate", type=float, help="instead of the scenario's")
     made.add_argument("--keep", type=Path, help="folder of results that later calls need not redo")
-    made.add_argument("--out", type=Path, default=Path("out") / "simulate")
+    made.add_argument(
+        "--out", type=Path, default=Path("out") / "simulate", help="folder for what it writes"
+    )
     return made
 
 

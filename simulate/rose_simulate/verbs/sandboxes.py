@@ -33,7 +33,7 @@ from rose_simulate.model.jobs.workload import Episode
 from rose_simulate.model.sandboxes.agents import AgentsSetting, live
 from rose_simulate.model.sandboxes.host import HostSetting
 from rose_simulate.verbs.studies import SCENARIOS
-from rose_wire.flags import amount, count, share
+from rose_wire.flags import VerbParser, amount, count, share
 
 SAVING = {
     BoundaryAction.NONE: 0.02,
@@ -198,18 +198,23 @@ def tables(found: SandboxStudy) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of the verb."""
-    made = argparse.ArgumentParser(prog="rose simulate sandboxes", description=__doc__)
+    made = VerbParser(prog="rose simulate sandboxes", description=__doc__)
     add = made.add_argument
     add("--agents", type=count, nargs="+", default=list(AGENTS), help="on one host")
     add("--middle", type=count, default=MIDDLE, help="agents of the tables of memory and serving")
     add("--rooms", type=share, nargs="*", default=list(ROOMS), help="part of them that fits")
     add("--burns", type=share, nargs="*", default=list(BURNS), help="of the time, serving burns")
     add("--faster", type=float, default=1.0, help="than measured on a busy disk: saving, resuming")
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    add("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the runs")
     add("--seconds", type=amount, default=3600.0, help="of virtual time, for each seed")
     add("--tokens-per-s", type=amount, default=40.0, help="of one reply")
-    add("--episodes", type=Path, default=SCENARIOS / "traces" / "weka_episodes_400.csv")
-    add("--out", type=Path, default=Path("out") / "simulate")
+    add(
+        "--episodes",
+        type=Path,
+        default=SCENARIOS / "traces" / "weka_episodes_400.csv",
+        help="recorded turns of agents",
+    )
+    add("--out", type=Path, default=Path("out") / "simulate", help="folder for what it writes")
     return made
 
 

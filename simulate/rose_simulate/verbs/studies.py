@@ -25,7 +25,7 @@ from rose_simulate.pages.study_page import page
 from rose_simulate.runs.fleets import FleetResult, run_fleet
 from rose_simulate.runs.runner import Runner
 from rose_simulate.runs.study import Result, study
-from rose_wire.flags import amount
+from rose_wire.flags import VerbParser, amount
 
 SCENARIOS = Path(__file__).parents[2] / "scenarios"
 DERATES = (0.4, 0.5, 0.7)
@@ -318,8 +318,14 @@ def _progress(name: str, one: RunOutcome | FleetOutcome) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Arguments of ``study``."""
-    made = argparse.ArgumentParser(prog="rose simulate study", description=__doc__)
-    made.add_argument("names", nargs="+", choices=[*STUDIES, "all"], metavar="NAME")
+    made = VerbParser(prog="rose simulate study", description=__doc__)
+    made.add_argument(
+        "names",
+        nargs="+",
+        choices=[*STUDIES, "all"],
+        metavar="NAME",
+        help="studies of docs/studies.md, or all",
+    )
     made.add_argument("--processes", type=int, default=1, help="runs side by side")
     made.add_argument("--keep", type=Path, help="folder of results that later calls need not redo")
     made.add_argument("--seeds", type=int, nargs="+", help="instead of the scenario's")
@@ -340,8 +346,10 @@ def parser() -> argparse.ArgumentParser:
         metavar=("SERVING", "ROLLOUTS"),
         help="factors of time while both compute, instead of the study's; may be repeated",
     )
-    made.add_argument("--scenarios", type=Path, default=SCENARIOS)
-    made.add_argument("--out", type=Path, default=Path("out") / "simulate")
+    made.add_argument("--scenarios", type=Path, default=SCENARIOS, help="folder of the scenarios")
+    made.add_argument(
+        "--out", type=Path, default=Path("out") / "simulate", help="folder for NAME.json"
+    )
     made.add_argument("--pages", type=Path, help="write the page and its plots there")
     return made
 

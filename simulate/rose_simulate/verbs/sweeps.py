@@ -28,6 +28,7 @@ from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.runs.runner import Case, Runner
 from rose_simulate.runs.study import worst_mean
 from rose_simulate.verbs.studies import SCENARIOS
+from rose_wire.flags import VerbParser
 
 RULES = (
     Regime.FIXED,
@@ -229,19 +230,37 @@ def _bounds(value: Interval, shown: str) -> str:
 
 def parser(verb: str) -> argparse.ArgumentParser:
     """Arguments of either verb."""
-    made = argparse.ArgumentParser(prog=f"rose simulate {verb}", description=__doc__)
+    made = VerbParser(prog=f"rose simulate {verb}", description=__doc__)
     usual = "correlated" if verb == "frontier" else "normal"
-    made.add_argument("scenario", type=Path, nargs="?", default=SCENARIOS / f"{usual}.yaml")
+    made.add_argument(
+        "scenario",
+        type=Path,
+        nargs="?",
+        default=SCENARIOS / f"{usual}.yaml",
+        help="file of the scenario",
+    )
     made.add_argument("--seeds", type=int, nargs="+", help="instead of the scenario's")
     made.add_argument("--seconds", type=float, help="instead of the scenario's")
     made.add_argument("--derate", type=float, help="instead of the scenario's")
     made.add_argument("--keep", type=Path, help="folder of results that later calls need not redo")
-    made.add_argument("--out", type=Path, default=Path("out") / "simulate")
+    made.add_argument(
+        "--out", type=Path, default=Path("out") / "simulate", help="folder for what it writes"
+    )
     if verb == "frontier":
-        made.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-        made.add_argument("--prompts", type=int, nargs="+", default=list(PROMPTS))
+        made.add_argument(
+            "--sizes", type=int, nargs="+", default=list(SIZES), help="of bursts, in requests"
+        )
+        made.add_argument(
+            "--prompts",
+            type=int,
+            nargs="+",
+            default=list(PROMPTS),
+            help="of their requests, in tokens",
+        )
     else:
-        made.add_argument("--slots", type=int, nargs="+", default=list(SLOTS))
+        made.add_argument(
+            "--slots", type=int, nargs="+", default=list(SLOTS), help="how many are lent"
+        )
     return made
 
 

@@ -27,6 +27,7 @@ from multidict import CIMultiDict
 
 from rose_wire import flags
 from rose_wire.daemon import listen, stop_signal
+from rose_wire.flags import VerbParser
 
 LOG = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def _on_this_machine(text: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(prog="rose forward", description=__doc__.splitlines()[0])
+    made = VerbParser(prog="rose forward", description=__doc__.splitlines()[0])
     add = made.add_argument
     add("--url", type=flags.web, required=True, help="the lease's status.routerURL")
     add("--token-file", type=Path, required=True, help="of a token for the lease")

@@ -43,6 +43,7 @@ from rose_weights.send.deltadirs import INDEX, DeltaDir
 from rose_wire.daemon import listen, stop_signal
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.flags import (
+    VerbParser,
     above_zero,
     amount,
     complaint,
@@ -314,7 +315,7 @@ def _refusal(status: int, message: str) -> web.Response:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    flags = argparse.ArgumentParser(prog="rose ingest", description=__doc__)
+    flags = VerbParser(prog="rose ingest", description=__doc__)
     add = flags.add_argument
     add("--store", type=target, required=True, help="host:port of rose weights serve")
     add("--run", type=run, required=True, help="the run that is published")

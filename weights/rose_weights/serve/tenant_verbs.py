@@ -15,6 +15,7 @@ from pathlib import Path
 from rose_weights.errors import WeightsError
 from rose_weights.serve import tenants
 from rose_wire import flags
+from rose_wire.flags import VerbParser
 
 
 def _pattern(text: str) -> str:
@@ -25,7 +26,7 @@ def _pattern(text: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The verb's arguments."""
-    top = argparse.ArgumentParser(prog="rose tenant", description=__doc__.splitlines()[0])
+    top = VerbParser(prog="rose tenant", description=__doc__.splitlines()[0])
     verbs = top.add_subparsers(dest="verb", required=True)
     grant = verbs.add_parser("grant", help="add rights to a tenant and print a new credential")
     grant.add_argument("name", help="of the tenant: a team, a trainer, a serving cluster")
@@ -64,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     grant.add_argument("--out", type=Path, help="write the credential there (mode 0600)")
     grant.add_argument("--no-credential", action="store_true", help="rights alone")
     revoke = verbs.add_parser("revoke", help="end a tenant, or one credential of it")
-    revoke.add_argument("name")
+    revoke.add_argument("name", help="of the tenant")
     revoke.add_argument("--credential", default="", metavar="ID", help="only this one")
     listing = verbs.add_parser("list", help="show tenants, rights and credentials")
     for verb in (grant, revoke, listing):

@@ -48,7 +48,7 @@ from rose_core.devices.mps import (
     may_share,
     next_end_step,
 )
-from rose_wire.flags import above_zero, add_log_level, complaint
+from rose_wire.flags import VerbParser, above_zero, add_log_level, complaint
 
 _POLL_SECONDS = 0.05
 
@@ -120,7 +120,7 @@ def end(
 
 def parser() -> argparse.ArgumentParser:
     """The verb's arguments."""
-    made = argparse.ArgumentParser(
+    made = VerbParser(
         prog="rose mps", description="Run the node's MPS control daemon in the foreground."
     )
     add = made.add_argument

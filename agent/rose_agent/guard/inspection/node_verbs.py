@@ -28,6 +28,7 @@ from rose_agent.guard.flight.perfetto import perfetto
 from rose_agent.guard.flight.recorder import dumps
 from rose_agent.guard.flight.timeline import timeline
 from rose_engines.node.rundir import RunDir
+from rose_wire.flags import VerbParser
 
 LOOKS = {
     "report": "What the guard of this node knows now: pools, replicas, slots, latency; JSON.",
@@ -43,7 +44,7 @@ def main(what: str, argv: list[str]) -> int:
     Returns:
         Exit code: 0 done, 1 no guard runs there.
     """
-    parser = argparse.ArgumentParser(prog=f"rose agent {what}", description=LOOKS[what])
+    parser = VerbParser(prog=f"rose agent {what}", description=LOOKS[what])
     parser.add_argument(
         "--rundir", type=Path, default=Path("/run/rose"), help="of the guard; default /run/rose"
     )
@@ -69,7 +70,12 @@ def _trace(parser: argparse.ArgumentParser, argv: list[str]) -> int:
         1 when there is no guard or no such dump.
     """
     add = parser.add_argument
-    add("--format", choices=["json", "perfetto", "svg"], default="json")
+    add(
+        "--format",
+        choices=["json", "perfetto", "svg"],
+        default="json",
+        help="perfetto = for ui.perfetto.dev, svg = a picture",
+    )
     add("--last", type=float, default=0.0, help="only the last so many seconds; 0 = all")
     add("--list", action="store_true", help="name the dumps that breaches left")
     add("--file", type=Path, help="show this dump instead of the running guard")

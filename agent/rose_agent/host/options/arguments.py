@@ -18,6 +18,7 @@ from rose_agent.host.users.accounts import COUNT
 from rose_agent.host.users.kv_folders import KvFolders
 from rose_agent.os.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
 from rose_wire import flags, tls
+from rose_wire.flags import VerbParser
 
 _log = logging.getLogger(__name__)
 # The last number is no user: the kernel reads it as "unchanged".
@@ -37,8 +38,10 @@ def engine_python(prefix: Path = Path(sys.prefix)) -> Path:
 
 def parser() -> argparse.ArgumentParser:
     """The verb's arguments."""
-    made = argparse.ArgumentParser(prog="rose engine-host", description=_ABOUT)
-    made.add_argument("--rundir", type=Path, default=Path("/run/rose"))
+    made = VerbParser(prog="rose engine-host", description=_ABOUT)
+    made.add_argument(
+        "--rundir", type=Path, default=Path("/run/rose"), help="run directory of the node"
+    )
     made.add_argument("--models", type=Path, help="folder with the node's models")
     made.add_argument(
         "--engine-python",
@@ -52,7 +55,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--http-port", type=flags.port, default=9103, help="metrics and health; 0 = any"
     )
-    made.add_argument("--cgroup", choices=["auto", "v1", "v2", "signals"], default="auto")
+    made.add_argument(
+        "--cgroup",
+        choices=["auto", "v1", "v2", "signals"],
+        default="auto",
+        help="how engines are stopped; auto = the first that works here",
+    )
     made.add_argument(
         "--devices",
         choices=["static", "nvml"],
@@ -112,7 +120,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--mps-root", type=Path, help="folder of the MPS daemon")
     made.add_argument("--mps-program", default=PROGRAM, help="the MPS control program")
-    made.add_argument("--drain-seconds", type=flags.amount, default=5.0)
+    made.add_argument(
+        "--drain-seconds",
+        type=flags.amount,
+        default=5.0,
+        help="in which turns in flight may end before the engines do",
+    )
     made.add_argument("--thaw-all", action="store_true", help="let every engine go on, then exit")
     made.add_argument("--dedicated", type=Path, metavar="FILE", help="run one engine by itself")
     made.add_argument("--router", default="", metavar="HOST:PORT", help="with --dedicated")

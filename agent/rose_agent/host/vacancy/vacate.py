@@ -28,6 +28,7 @@ import msgspec
 from rose_agent.host.vacancy.holders import Vacancy
 from rose_core.unreadable import UNREADABLE
 from rose_wire import flags
+from rose_wire.flags import VerbParser
 
 _DEFAULT_URL = "http://rose-engine-host.rose-system.svc:9103"
 _ANSWER_SECONDS = 3.0
@@ -55,15 +56,17 @@ class VacateOptions:
 
 def parser() -> argparse.ArgumentParser:
     """The verb's arguments."""
-    made = argparse.ArgumentParser(
+    made = VerbParser(
         prog="rose vacate", description="Wait until no rollout engine holds this pod's GPUs."
     )
     made.add_argument(
         "--url", type=flags.web, default=_DEFAULT_URL, help="the engine host's pages on this node"
     )
     made.add_argument("--gpus", help="comma-separated UUIDs (default: NVIDIA_VISIBLE_DEVICES)")
-    made.add_argument("--deadline-seconds", type=flags.amount, default=300.0)
-    made.add_argument("--poll-seconds", type=flags.amount, default=1.0)
+    made.add_argument("--deadline-seconds", type=flags.amount, default=300.0, help="longest wait")
+    made.add_argument(
+        "--poll-seconds", type=flags.amount, default=1.0, help="time between two questions"
+    )
     made.add_argument(
         "--absent",
         choices=["fail", "pass"],
