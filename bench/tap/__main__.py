@@ -145,9 +145,9 @@ def main(argv: list[str] | None = None) -> int:
     notes = [
         f"{_STREAMS} streams, {options.tokens_per_second:g} tokens/s offered, one event a segment",
         "server, client and tap share the machine; the client's lateness is in the differences",
-        "CPU of the first rows is the parser's; guard and tap: replicas watched closely,"
-        f" {TOKENS} tokens a request, an idle lent replica beside them",
-        "what the program in the kernel takes is spent by whoever sends, and in no figure here",
+        f"CPU of the first rows is the parser's; guard and tap: {TOKENS} tokens a request, an idle"
+        " lent replica beside the busy ones; of those a slot is beside each, or beside none",
+        "what the program in the kernel takes is spent by whoever sends: counted by itself, on top",
     ]
     record("tap", figures, notes=notes)
     return 0

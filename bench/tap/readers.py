@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import itertools
+import os
+import platform
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import psutil
 
 from bench.record import Figure, figure
 from bench.tap.cost import GUARD_AND_TAP, parts_of, phase
+from rose_agent.os.bpf_maps import CALLS
+from rose_core.identity import GpuUuid, PodUid
 from tests.agent.node import POOL, Node, node
 
 READERS = ("packets", "kernel")
@@ -26,6 +32,53 @@ _INTERVAL_MS = 20.0
 TOKENS = 200  # of a request
 _FEWEST_WAKINGS = 15  # a second; heartbeats are 20
 _WARM_SECONDS = 8.0  # until replicas count as never idle, and are watched closely
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_NEXT_ID, _FD_BY_ID = 11, 13  # of programs
+_STATS = Path("/proc/sys/kernel/bpf_stats_enabled")
+
+
+def _bpf(command: int, number: int) -> tuple[int, int]:
+    """A system call that takes the number of a program; its result, and the number it writes."""
+    attributes = (ctypes.c_uint32 * 4)(number)
+    result = _libc.syscall(
+        CALLS[platform.machine()], command, attributes, ctypes.sizeof(attributes)
+    )
+    return result, attributes[1]
+
+
+def _filters() -> dict[int, int]:
+    """Nanoseconds that each socket filter of the kernel's has run, while they are counted."""
+    found, number = {}, 0
+    while True:
+        result, number = _bpf(_NEXT_ID, number)
+        if result:
+            return found
+        descriptor, _ = _bpf(_FD_BY_ID, number)
+        if descriptor >= 0:
+            info = dict(
+                line.split(":", 1)
+                for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
+            )
+            os.close(descriptor)
+            if int(info["prog_type"]) == 1:
+                found[number] = int(info["run_time_ns"])
+
+
+@contextlib.contextmanager
+def _filter_seconds() -> Iterator[Callable[[], float]]:
+    """What the socket filters that exist now run from now on, in whoever sends: asks for seconds.
+
+    The kernel counts only what was loaded as a program, so not the tap's two classic filters.
+    """
+    before = _STATS.read_text()
+    _STATS.write_text("1")
+    try:
+        began = _filters()
+        yield lambda: sum(ran - began.get(one, ran) for one, ran in _filters().items()) / 1e9
+    finally:
+        _STATS.write_text(before)
 
 
 class Blasts:
@@ -42,6 +95,11 @@ class Blasts:
             {"uid": f"busy-{n}", "pool": POOL, "port": port, "pid": process.pid, "gpus": [f"G-{n}"]}
             for n, (process, port) in enumerate(zip(self._processes, self.ports, strict=True))
         ]
+
+    @property
+    def gpus(self) -> dict[PodUid, GpuUuid]:
+        """Whose GPU each one is on."""
+        return {PodUid(f"busy-{n}"): GpuUuid(f"G-{n}") for n in range(len(self.ports))}
 
     async def stream(self, seconds: float) -> tuple[int, int]:
         """Stream; returns tokens and requests."""
@@ -88,12 +146,19 @@ async def _watched(running: Node, blasts: Blasts) -> None:
     await running.until(lambda: len(metrics.children()) == 1, "the tap has its parser")
 
 
+def _has_slots(running: Node, replicas: int) -> bool:
+    """Whether the guard has a slot beside each of so many replicas."""
+    reported = running.operator.requests[-1].slots if running.operator.requests else ()
+    return len(reported) > replicas
+
+
 async def share(
-    reader: str, replicas: int, tokens_per_second: float, seconds: float
+    reader: str, replicas: int, tokens_per_second: float, seconds: float, *, lent: bool
 ) -> list[Figure]:
-    """CPU of guard and tap at this rate."""
+    """CPU of guard and tap at this rate, with a slot beside each busy replica or beside none."""
     aim = 3.0 if replicas == 1 else 5.0
-    name = f"{reader}: {tokens_per_second:,.0f} tokens/s on {replicas}"
+    place = "lent" if lent else "not lent"
+    name = f"{reader}: {tokens_per_second:,.0f} tokens/s on {replicas}, {place}"
     with tempfile.TemporaryDirectory(prefix="rose") as folder:
         async with (
             blasting(replicas, tokens_per_second) as blasts,
@@ -102,10 +167,15 @@ async def share(
             running.operator.sync_seconds = 2.0
             running.operator.ttft_ms, running.operator.tpot_ms = _TTFT_MS, _TPOT_MS
             await _watched(running, blasts)
+            if lent:
+                running.operator.beside = blasts.gpus
+                await running.until(lambda: _has_slots(running, replicas), "slots beside them")
             await blasts.stream(_WARM_SECONDS)
             parts = parts_of(running)
-            task = asyncio.create_task(blasts.stream(seconds))
-            found = await phase(parts, asyncio.wait([task]))
+            with _filter_seconds() as filtered:
+                task = asyncio.create_task(blasts.stream(seconds))
+                found = await phase(parts, asyncio.wait([task]))
+                program_s = filtered()
             tokens, requests = task.result()
     wakings = found.wakings["tap parser"] / found.seconds
     kept_up = wakings >= _FEWEST_WAKINGS
@@ -122,6 +192,7 @@ async def share(
         figure(f"{name}: tokens seen to be sent", tokens / found.seconds, "1/s"),
         figure(f"{name}: requests", requests / found.seconds, "1/s"),
         figure(f"{name}: tap is woken", wakings, "1/s"),
+        figure(f"{name}: program, in the sender", 100 * program_s / found.seconds, "% of a core"),
     ]
 
 
@@ -129,6 +200,6 @@ async def compare(seconds: float) -> list[Figure]:
     """Every figure."""
     figures: list[Figure] = []
     for replicas, rate in ((1, 1_000.0), (8, 20_000.0)):
-        for reader in READERS:
-            figures += await share(reader, replicas, rate, seconds)
+        for reader, lent in itertools.product(READERS, (False, True)):
+            figures += await share(reader, replicas, rate, seconds, lent=lent)
     return figures

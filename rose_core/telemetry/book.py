@@ -29,7 +29,7 @@ _SHARE_TIME_S = 20.0
 _BEATS = 27
 
 
-_OfLive = Dismissed | Sized | FirstToken | Progress | Ended
+_OfLive = Dismissed | Sized | FirstToken | Ended
 
 
 @dataclass
@@ -110,6 +110,11 @@ class Book:
 
     def apply(self, event: TapEvent, now_ns: int) -> FinishedRequest | None:
         """Take one event; a finished request is returned."""
+        if isinstance(event, Progress):  # first: of every stream at every heartbeat
+            request = self.live.get(event.request)
+            if request is not None:
+                request.last_ns, request.tokens = event.time_ns, event.tokens
+            return None
         if isinstance(event, Health):
             self._health(event, now_ns)
             return None
@@ -133,8 +138,6 @@ class Book:
         elif isinstance(event, FirstToken):
             request.first_ns = request.last_ns = event.time_ns
             request.tokens = 1
-        elif isinstance(event, Progress):
-            request.last_ns, request.tokens = event.time_ns, event.tokens
         elif isinstance(event, Dismissed):
             self._remove(event.request, now_ns)
             self.requests_total -= 1

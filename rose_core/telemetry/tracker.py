@@ -182,6 +182,12 @@ class Tracker:
         # Those with a request under way: the questions below are asked for every batch, and
         # thousands of connections may be remembered.
         self._active: dict[Client, _Connection] = {}
+        # What those questions are answered from, and of whom it has to be found out anew.
+        self._loads: dict[Client, int] = {}
+        self._in_flight = 0
+        self._awaiting: set[Client] = set()
+        self._unmarked: set[Client] = set()
+        self._changed: set[Client] = set()
         self._unreadable: set[Client] = set()
         self.packets = 0
         self.lost_ns = 0
@@ -199,7 +205,8 @@ class Tracker:
     @property
     def in_flight(self) -> int:
         """Requests under way that may make the engine compute."""
-        return sum(1 for _ in self._under_way())
+        self._look_again()
+        return self._in_flight
 
     @property
     def opaque(self) -> bool:
@@ -209,16 +216,31 @@ class Tracker:
     @property
     def needs_every_segment(self) -> bool:
         """A first token is awaited or a response has no recognisable tail: do not sample."""
-        return any(c.talk is not None and c.talk.needs_every_segment for c in self._active.values())
+        self._look_again()
+        return bool(self._awaiting)
 
     @property
     def ends_unmarked(self) -> bool:
         """The end of a request under way may come unmarked: look at every segment at once."""
-        return any(c.talk is not None and c.talk.ends_unmarked for c in self._active.values())
+        self._look_again()
+        return bool(self._unmarked)
 
     def open_requests(self) -> list[Arrived]:
         """The requests under way as arrivals, for a guard that has just connected."""
         return [self.ledger.arrival(r) for r in self._under_way()]
+
+    def _look_again(self) -> None:
+        """Ask the connections that a segment was of since the last question, and no other."""
+        for client in self._changed:
+            connection = self._active.get(client)
+            talk = connection.talk if connection is not None else None
+            load = sum(not request.quiet for request in talk.requests()) if talk else 0
+            self._in_flight += load - self._loads.pop(client, 0)
+            if load:
+                self._loads[client] = load
+            _keep(self._awaiting, client, holds=talk is not None and talk.needs_every_segment)
+            _keep(self._unmarked, client, holds=talk is not None and talk.ends_unmarked)
+        self._changed.clear()
 
     def _under_way(self) -> Iterator[Request]:
         for connection in self._active.values():
@@ -268,8 +290,8 @@ class Tracker:
 
     def count(
         self, client: Client, begin: int, until: int, time_ns: int, *, tokens: int, each: float
-    ) -> list[TapEvent] | None:
-        """Take whole chunks that somebody else has counted, in place of their segments.
+    ) -> bool:
+        """Take whole chunks that somebody else has counted; ``take`` has the events.
 
         Args:
             client: of a connection that was countable at ``begin``.
@@ -280,16 +302,20 @@ class Tracker:
             each: bytes of the newest token.
 
         Returns:
-            None where the connection has moved since, or is closed: nothing was taken.
+            False where the connection has moved since, or is closed: nothing was taken.
         """
         connection = self._connections.get(client)
         if connection is None or connection.server.next != begin:
-            return None
+            return False
         connection.server.next = until
         connection.touched_ns = max(connection.touched_ns, time_ns)
         self._connections.move_to_end(client)
         if isinstance(connection.talk, Plain):
             connection.talk.take_counted(tokens, each, time_ns)
+        return True
+
+    def take(self) -> list[TapEvent]:
+        """The events since the last call."""
         return self.ledger.take()
 
     def _open(self, client: Client, began: int | None) -> _Connection:
@@ -298,6 +324,7 @@ class Tracker:
         return connection
 
     def _index(self, client: Client, connection: _Connection) -> None:
+        self._changed.add(client)
         if connection.busy():
             self._active[client] = connection
         else:
@@ -353,6 +380,7 @@ class Tracker:
         if connection.talk is not None:
             connection.talk.end_all(time_ns, how)
         self._active.pop(client, None)
+        self._changed.add(client)
         self._unreadable.discard(client)
 
     def expire(self, now_ns: int, age_ns: int) -> list[TapEvent]:
@@ -368,3 +396,10 @@ class Tracker:
                 self.lost_ns = now_ns
             self._drop(client, now_ns, EndKind.EXPIRED)
         return self.ledger.take()
+
+
+def _keep(among: set[Client], client: Client, *, holds: bool) -> None:
+    if holds:
+        among.add(client)
+    else:
+        among.discard(client)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import psutil
 import yaml
@@ -78,6 +79,7 @@ class FakeOperator:
         self.generation = 1
         self.arguments = {"token-seconds": "0.002"}
         self.others: tuple[PoolPolicy, ...] = ()
+        self.beside: dict[PodUid, GpuUuid] = {}  # replicas with a slot of their own, as well
         self.requests: list[SyncRequest] = []
         self.address = ""
         self._server = Server()
@@ -107,7 +109,8 @@ class FakeOperator:
             ttft_milliseconds=self.ttft_ms,
             tpot_milliseconds=self.tpot_ms,
         )
-        grants = (self._grant(),) if self.granted else ()
+        more = (self._grant_beside(pod, gpu) for pod, gpu in self.beside.items())
+        grants = (self._grant(), *more) if self.granted else ()
         return SyncReply(
             self.term,
             self.complete,
@@ -129,6 +132,13 @@ class FakeOperator:
             engine=EngineSpec("fake", "small", arguments=FAKE | self.arguments),
             weights=WeightSource("127.0.0.1:1", "run"),
             router="",
+        )
+
+    def _grant_beside(self, pod: PodUid, gpu: GpuUuid) -> Grant:
+        key = GrantKey(self.term, SlotKey(SlotUid(f"beside-{pod}"), 1))
+        made, name = self._grant(), f"beside-{pod}"
+        return msgspec.structs.replace(
+            made, key=key, slot_name=name, pod_uid=pod, pod_name=pod, gpu_uuids=(gpu,)
         )
 
     @property

@@ -15,12 +15,13 @@ import pytest
 import yaml
 
 from rose_agent.devices.static import StaticDriver
+from rose_agent.guard import loop
 from rose_agent.guard.loop import Guard, Settings
 from rose_agent.guard.slots.slot import GuardedSlot
 from rose_agent.pods.static import StaticPods
 from rose_agent.signals.reader import DirectReaders
 from rose_core.guard.certificate import CHUNK_DIVISORS
-from rose_core.guard.gate import GateLimits, GateVerdict
+from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, judge
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import Slack
 from rose_core.guard.slot import SlotMachine, SlotPhase
@@ -294,6 +295,31 @@ async def test_what_the_operator_is_told(guard: tuple[Guard, Permit]) -> None:
     assert "--static-replicas" in request.capabilities["GpuOwnership"]
 
 
+async def test_a_replica_that_no_slot_is_beside_is_judged_for_the_report_and_not_at_each_request(
+    guard: tuple[Guard, Permit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, permit = guard
+    made.step_all()
+    made.on_reply(SyncReply(1, True, (), (POLICY,)), time.monotonic())
+    judged: list[int] = []
+
+    def count(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
+        judged.append(now_ns)
+        return judge(facts, limits, now_ns)
+
+    monkeypatch.setattr(loop, "judge", count)
+    now = time.monotonic_ns()
+    made.on_tap([Arrived(POD, 1, now, "/generate"), health(1)], now)
+    made.step_all()
+    assert judged == []
+    made.match()
+    assert len(judged) == 1
+    assert made.request().replicas[0].running_requests == 1
+    made.on_reply(SyncReply(1, True, (GRANT,), (POLICY,)), time.monotonic())
+    assert made.slots[KEY.uid].verdict.reason is GateReason.SERVING_BUSY
+    assert permit.until_ns == 0
+
+
 async def test_a_pool_that_pauses_gives_everything_back(guard: tuple[Guard, Permit]) -> None:
     made, permit = guard
     made.step_all()
@@ -315,6 +341,10 @@ async def test_tokens_are_told_one_by_one_only_before_lending_may_be_paced_by_th
     now = time.monotonic_ns()
     replica.gaps.note(busy=True, now_ns=now - 60 * 10**9)
     assert replica.watch().closely, "never idle"
+    replica.granted = False
+    assert not replica.watch().closely, "nothing is beside it that could be paced"
+    replica.granted = True
+    assert replica.watch().closely
     replica.gaps.note(busy=False, now_ns=now - 10**9)
     assert replica.watch().closely, "idle for a fifth of the time: not yet"
     replica.gaps.note(busy=True, now_ns=now)

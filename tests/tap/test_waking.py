@@ -139,6 +139,43 @@ async def test_an_end_beside_others_under_way_waits_for_the_heartbeat_and_the_la
         second.close()
 
 
+@pytest.mark.parametrize("closely", [False, True])
+async def test_beside_others_a_first_token_wakes_only_who_paces_by_tokens(
+    inside: Namespace, closely: bool
+) -> None:
+    async with listening(inside, closely=closely) as (first, reported):
+        second = Wire(inside, first.tap)
+        first.send(post())
+        second.send(post())
+        await first_event(reported, Arrived, times=2)
+        second.answer(HEAD + event(0))  # the head rings, so the token is read
+        await asyncio.sleep(_ROUND_SECONDS)
+        assert any(isinstance(one, FirstToken) for one in reported) is closely
+        told = [*reported, *first.tap.replica.beat()]
+        assert sum(isinstance(one, FirstToken) for one in told) == 1
+        second.close()
+
+
+async def test_counts_are_taken_at_each_heartbeat_only_where_somebody_paces_by_tokens(
+    inside: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "_COUNT_NS", 10**18)
+    async with listening(inside, closely=False) as (wire, _):
+        replica = wire.tap.replica
+        wire.send(post())
+        wire.answer(HEAD, event(0))
+        await asyncio.sleep(_ROUND_SECONDS)
+        replica.beat()
+        await asyncio.sleep(0.01)  # tokens are told apart from 5 ms on
+        wire.answer(event(1))
+        await asyncio.sleep(_ROUND_SECONDS)
+        later = [one for one in replica.beat() if isinstance(one, Progress)]
+        assert bool(later) is not replica.counting, "a reader has them anyway"
+        replica.watch = msgspec.structs.replace(replica.watch, closely=True)
+        later += [one for one in replica.beat() if isinstance(one, Progress)]
+        assert [one.tokens for one in later] == [2]
+
+
 async def test_tokens_of_others_are_not_looked_at_one_by_one_for_a_first_token(
     inside: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from rose_core.telemetry.events import (
     Progress,
     Sized,
 )
-from tests.telemetry.wire import END, HEAD, chunk, conversation, event, post, tracker
+from tests.telemetry.wire import END, HEAD, Conversation, chunk, conversation, event, post, tracker
 
 POD = PodUid("replica")
 
@@ -363,6 +363,29 @@ def test_paths_are_counted_within_bounds() -> None:
         talk.client_sends(f"GET /p{number} HTTP/1.1\r\n\r\n".encode())
         talk.server_sends(b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n")
     assert len(talk.tracker.counts) <= 64
+
+
+def test_what_is_under_way_is_what_every_connection_says_if_all_are_asked() -> None:
+    draw = random.Random(12)
+    words = [post(), HEAD, event(1), END, b"GET /health HTTP/1.1\r\n\r\n"]
+    words.append(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n12345")
+    for _ in range(100):
+        watching = tracker()
+        talks = [Conversation(watching, ("0a000001", 40000 + n)) for n in range(3)]
+        for _ in range(draw.randrange(1, 40)):
+            talk, data = draw.choice(talks), draw.choice(words)
+            if draw.random() < 0.05:
+                talk.finish(by_server=True, reset=draw.random() < 0.5)
+            elif data.startswith((b"POST", b"GET")):
+                talk.client_sends(data)
+            else:
+                talk.server_sends(data)
+            if draw.random() < 0.5:
+                asked = [c.talk for c in watching._connections.values() if c.talk is not None]
+                busy = [talk for talk in asked if next(talk.requests(), None) is not None]
+                assert watching.in_flight == len(watching.open_requests())
+                assert watching.needs_every_segment == any(t.needs_every_segment for t in busy)
+                assert watching.ends_unmarked == any(t.ends_unmarked for t in busy)
 
 
 def test_any_bytes_in_any_pieces_never_raise_and_resets_clear_up() -> None:

@@ -11,6 +11,7 @@
 | engine host's status, serving process exit, pod change, Sync reply | every slot is stepped |
 | an update of the guard whose gate a replica follows | the replica's slots are stepped at once |
 | every 500 ms | pods, watches, pollers, slots are matched with what should be |
+| the same | replicas that no slot is beside are judged, for the report alone |
 
 | there is | then |
 |---|---|
@@ -308,22 +309,32 @@ class Guard:
         """Apply events, then step the replicas they touch; those with an arrival first."""
         arrivals: dict[PodUid, int] = {}
         touched: set[PodUid] = set()
+        others: list[TapEvent] = []  # than tokens, of which there are most
         for event in events:
-            replica = self.replicas.get(event.replica)
-            if replica is None:
-                continue
-            replica.take(event, now_ns)
-            if isinstance(event, Arrived):
-                arrivals.setdefault(event.replica, event.time_ns)
-            if isinstance(event, _EDGES) or self._may_change(event):
+            if self._take(event, now_ns):
                 touched.add(event.replica)
+            if not isinstance(event, Progress):
+                others.append(event)
+        for event in others:
+            if isinstance(event, Arrived) and event.replica in touched:
+                arrivals.setdefault(event.replica, event.time_ns)
         for uid in sorted(touched, key=lambda name: name not in arrivals):
             self._step_replica(uid, now_ns, arrivals.get(uid, 0))
-        for event in events:
+        for event in others:
             if isinstance(event, Arrived):
                 self.recorder.note(event.time_ns, event.replica, "arrived", request=event.request)
             elif isinstance(event, Health) and not self._timers.fires_soon(event.replica, now_ns):
                 self._pulse.beat()  # else whoever looks then steps all
+
+    def _take(self, event: TapEvent, now_ns: int) -> bool:
+        """Apply an event; whether its replica has to be stepped for it."""
+        uid = event.replica
+        replica = self.replicas.get(uid)
+        if replica is None:
+            return False
+        replica.take(event, now_ns)
+        may_change = isinstance(event, _EDGES) or self._may_change(event)
+        return may_change and self._is_followed(uid)
 
     def _may_change(self, event: TapEvent) -> bool:
         """Whether this event can change a verdict that rests on slack before its next look."""
@@ -383,7 +394,8 @@ class Guard:
         """Step every slot."""
         now_ns = time.monotonic_ns()
         for uid in self.replicas:
-            self._step_replica(uid, now_ns, 0)
+            if self._is_followed(uid):
+                self._step_replica(uid, now_ns, 0)
         for slot in self.slots.values():
             if slot.grant is None or slot.grant.pod_uid not in self.replicas:
                 self._step_alone(slot, now_ns)
@@ -408,11 +420,30 @@ class Guard:
         synced = self.pods is not None and self.pods.synced and bool(self.policies)
         return GateReason.SERVING_GONE if synced else GateReason.SIGNAL_MISSING
 
-    def _step_replica(self, uid: PodUid, now_ns: int, arrival_ns: int) -> None:
+    def _is_followed(self, uid: PodUid) -> bool:
+        """Whether somebody goes by this replica's gate: a slot, or guards of other nodes."""
+        return self.replicas[uid].granted or self.leading.leads(uid)
+
+    def _judge(self, uid: PodUid, now_ns: int) -> tuple[ReplicaFacts, GateVerdict]:
         replica = self.replicas[uid]
         facts = self._facts_of(replica, now_ns)
         verdict = self._verdicts[uid] = judge(facts, self.settings.gate, now_ns)
         replica.note_known(known=facts.signal.doubt is None or facts.following is not None)
+        return facts, verdict
+
+    def _judge_unlent(self) -> None:
+        """Judge the replicas beside which nothing is that could be stopped: for the report."""
+        now_ns = time.monotonic_ns()
+        for uid, replica in self.replicas.items():
+            if not self._is_followed(uid):
+                self._judge(uid, now_ns)
+                replica.outcomes.open_time.note(0, now_ns)
+                replica.note_compute(0, now_ns)
+                self._timers.cancel(uid)
+
+    def _step_replica(self, uid: PodUid, now_ns: int, arrival_ns: int) -> None:
+        replica = self.replicas[uid]
+        facts, verdict = self._judge(uid, now_ns)
         until_ns, permitted_ns, counters = 0, 0, replica.outcomes.counters
         leads = self.leading.leads(uid)
         slots = self.slots.values()
@@ -549,11 +580,15 @@ class Guard:
             self._forget_replica(uid)
         for uid, pod in pods.items():
             self._match_pod(self.pods, uid, pod, by_pool[pod.pool])
+        granted = {grant.pod_uid for grant in self.grants.alive(time.monotonic()).values()}
+        for uid, replica in self.replicas.items():
+            replica.granted = uid in granted
         self._watch(self.pods, pods)
         self._matched = True
         self._watcher.watch(pid for pod in pods.values() for pid in pod.pids)
         self.pools.match(self.policies)
         self._match_slots()
+        self._judge_unlent()
         self.groups.match(self.replicas)
         update_views(self.devices, self.replicas, self.slots, self.pods.residents)
         self.whole.match(self.replicas, self.grants, stop=self._stop_pressed)

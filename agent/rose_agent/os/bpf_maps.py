@@ -54,6 +54,7 @@ class HashMap:
         self._keys = ctypes.create_string_buffer(key * most)
         self._values = ctypes.create_string_buffer(value * most)
         self._position = ctypes.create_string_buffer(8)
+        self._one_key, self._one_value = struct.Struct(f"={key}s"), struct.Struct(f"={value}s")
 
     def close(self) -> None:
         """Give the map back."""
@@ -87,7 +88,7 @@ class HashMap:
         return self._do(_UPDATE, key)
 
     def all(self) -> Iterator[tuple[bytes, bytes]]:
-        """Every entry, by one call.
+        """Every entry, key and value, by one call.
 
         Raises:
             OSError: as ``get``.
@@ -102,10 +103,13 @@ class HashMap:
         )
         _ask(_BATCH, attributes)
         (found,) = struct.unpack_from("=I", attributes, _COUNT_AT)
-        key, value = len(self._key), len(self._value)
-        keys, values = self._keys.raw[: found * key], self._values.raw[: found * value]
-        for number in range(found):
-            yield keys[number * key :][:key], values[number * value :][:value]
+        keys, values = memoryview(self._keys), memoryview(self._values)
+        for (key,), (value,) in zip(
+            self._one_key.iter_unpack(keys[: found * len(self._key)]),
+            self._one_value.iter_unpack(values[: found * len(self._value)]),
+            strict=True,
+        ):
+            yield key, value
 
     def _do(self, command: int, key: bytes) -> bool:
         self._key.raw = key

@@ -84,8 +84,8 @@ class KernelCounts:
         if stream is None:
             events = self._tracker.feed(segment)
         else:
-            events = self._take(stream, self._map.get(key))
-            events += self._tracker.feed(segment)
+            self._take(stream, self._map.get(key))
+            events = self._tracker.feed(segment)
             if self._tracker.position(stream.client) != stream.position:
                 self._withdraw(key, stream)
         if not segment.to_server and segment.size:
@@ -124,20 +124,19 @@ class KernelCounts:
         Raises:
             OSError: the kernel does not answer.
         """
-        events: list[TapEvent] = []
         for key, value in self._map.all() if self._streams else ():
             stream = self._streams.get(key)
-            if stream is None:
-                continue
-            fresh = self._take(stream, value)
-            events += fresh
             # Given up, as silent or because there are too many: the reader has to see what comes.
-            if not fresh and self._tracker.position(stream.client) is None:
+            if (
+                stream is not None
+                and not self._take(stream, value)
+                and self._tracker.position(stream.client) is None
+            ):
                 self._withdraw(key, stream)
         self._note_counted()
         for client in [lost for lost in self._fruitless if self._tracker.position(lost) is None]:
             del self._fruitless[client]
-        return events
+        return self._tracker.take()
 
     def stop(self) -> list[TapEvent]:
         """Take every count for the last time: until ``resume`` every segment is passed.
@@ -145,14 +144,13 @@ class KernelCounts:
         Raises:
             OSError: the kernel does not answer.
         """
-        events: list[TapEvent] = []
         for key, stream in self._streams.items():
-            events += self._take(stream, self._map.take(key))
+            self._take(stream, self._map.take(key))
         self._note_counted()
         self._streams.clear()
         self._next.clear()
         self._stopped = True
-        return events
+        return self._tracker.take()
 
     def resume(self) -> None:
         """Entrust streams again."""
@@ -162,23 +160,23 @@ class KernelCounts:
         """Give the map back."""
         self._map.close()
 
-    def _take(self, stream: _Stream, value: bytes | None) -> list[TapEvent]:
+    def _take(self, stream: _Stream, value: bytes | None) -> bool:
+        """Take a count; whether there was anything new."""
         if value is None:
             self.doubtful = True
-            return []
+            return False
         packed, last_ns, size, of_tokens = _VALUE.unpack(value)
         until, tokens = packed >> 32, packed & _TOKENS
         if until == stream.position:
-            return []
-        events = self._tracker.count(
-            *(stream.client, stream.position, until, last_ns),
-            tokens=tokens - stream.tokens,
-            each=size / of_tokens if of_tokens else 0.0,
+            return False
+        fresh, each = tokens - stream.tokens, size / of_tokens if of_tokens else 0.0
+        taken = self._tracker.count(
+            stream.client, stream.position, until, last_ns, tokens=fresh, each=each
         )
-        self._counted += tokens - stream.tokens
+        self._counted += fresh
         stream.position, stream.tokens = until, tokens
-        self.doubtful |= events is None
-        return events or []
+        self.doubtful |= not taken
+        return taken
 
     def _note_counted(self) -> None:
         metrics.COUNTED.inc(self._counted)

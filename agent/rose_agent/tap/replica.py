@@ -23,10 +23,12 @@ The eighth holds where the kernel counts nothing. Segments of streams that it fo
 | watched closely, a first token is awaited | at each segment, then not for 20 ms but by the bell |
 | any other, or none | when the bell rings (requests, heads, ends), at the heartbeat |
 
-What a segment tells goes out when it is read, but for two things that change little at once, and
-that only keep a gate closed for longer: tokens after the first, and the end of a request beside
-which others are under way. Those wait for the next other event or heartbeat. The guard decides on
-them when a period begins, and heartbeats come just before that and in its middle. Next step:
+What a segment tells goes out when it is read, but for what changes little at once, and only keeps a
+gate closed for longer: tokens after the first, and beside other requests the end of one, and its
+first token where nobody watches closely. Those wait for the next other event or heartbeat. The
+guard decides on them when a period begins, and heartbeats come just before that and in its middle.
+What the kernel counts is taken at each heartbeat of a replica that is watched closely, and twice a
+second elsewhere, where it only shows that streams are alive. Next step:
 ``packets`` decodes a segment, ``rose_core.telemetry.tracker`` follows requests.
 """
 
@@ -43,12 +45,13 @@ from rose_agent.tap import metrics, packets, sockets
 from rose_agent.tap.frames import Watch
 from rose_agent.tap.kernel_counts import KernelCounts
 from rose_agent.tap.sockets import SAMPLE_RATE, Taps
-from rose_core.telemetry.events import Arrived, Ended, Health, Progress, TapEvent
+from rose_core.telemetry.events import Arrived, Ended, FirstToken, Health, Progress, TapEvent
 from rose_core.telemetry.tracker import Tracker
 
 _BATCH = 256  # segments handled before others get their turn
 _BLANK = memoryview(bytes(bpf.SNAP))
 _MOST_BEHIND = 64  # batches that a heartbeat reads to be up to date
+_COUNT_NS = 450_000_000  # between two takings of counts where nobody paces by tokens
 _REST_SECONDS = 0.02  # how late a first token may be sent where tokens of others pass all the time
 _MUCH = 32  # segments at once from which the sockets' buffers should be emptied more often
 # A connection that shows nothing for this long is given up. Long, because a request that waits in
@@ -87,7 +90,8 @@ class TappedReplica:
         self._sample_from = sample_from
         self._deliver: Callable[[list[TapEvent]], None] = _ignore
         self._progress: dict[int, Progress] = {}
-        self._ends: list[TapEvent] = []
+        self._later: list[TapEvent] = []  # first tokens and ends that wait
+        self._counted_ns = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
         self._buffer = memoryview(bytearray(bpf.SNAP))
@@ -186,16 +190,22 @@ class TappedReplica:
             self._deliver([*self._waiting(), *events])
         else:
             self._progress.update((e.request, e) for e in events if isinstance(e, Progress))
-            self._ends += [event for event in events if isinstance(event, Ended)]
+            self._later += [event for event in events if not isinstance(event, Progress)]
 
     def _urgent(self, events: list[TapEvent]) -> bool:
-        waits = (Progress, Ended) if self.tracker.in_flight else Progress
-        return not all(isinstance(event, waits) for event in events)
+        waits: tuple[type[TapEvent], ...] = (Progress,)
+        if self.tracker.in_flight:
+            # Only who paces goes by first tokens.
+            waits = (Progress, Ended) if self.watch.closely else (Progress, Ended, FirstToken)
+        return any(type(event) not in waits for event in events)
 
     def _waiting(self) -> list[TapEvent]:
-        waiting: list[TapEvent] = [*self._progress.values(), *self._ends]
+        # A first token that waits too is older than its request's progress, and sets it back to 1.
+        firsts = [event for event in self._later if isinstance(event, FirstToken)]
+        ends = [event for event in self._later if isinstance(event, Ended)]
+        waiting: list[TapEvent] = [*firsts, *self._progress.values(), *ends]
         self._progress.clear()
-        self._ends.clear()
+        self._later.clear()
         return waiting
 
     def _read(self, tap: socket.socket, events: list[TapEvent]) -> bool:
@@ -282,8 +292,10 @@ class TappedReplica:
     def _count(self, now_ns: int, events: list[TapEvent], *, last: bool = False) -> None:
         """Take what the kernel has counted; ``last``: from here on it counts nothing."""
         counts = self._counts
-        if counts is None:
+        pause_ns = 0 if last or self.watch.closely else _COUNT_NS
+        if counts is None or now_ns - self._counted_ns < pause_ns:
             return
+        self._counted_ns = now_ns
         try:
             events += counts.stop() if last else counts.beat()
         except OSError as error:

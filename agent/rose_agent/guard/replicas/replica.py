@@ -27,7 +27,7 @@ from rose_core.guard.regime import Gaps
 from rose_core.telemetry import signal as signals
 from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
-from rose_core.telemetry.events import TapEvent
+from rose_core.telemetry.events import Progress, TapEvent
 from rose_core.telemetry.signal import Reading, ServingSignal, SignalLimits
 from rose_core.telemetry.verify import SignalVerification
 from rose_core.wire.sync import PoolPolicy, SignalSource
@@ -43,8 +43,9 @@ class GuardedReplica:
 
     Attributes:
         gone: a serving process has exited and no new one has settled.
-        lent: a rollout engine serves beside this replica; before that there is nothing to
-            withhold and nothing to compare.
+        granted: a slot is granted beside this replica: else nothing has to be stopped for it.
+        lent: a rollout engine serves there; before that there is nothing to withhold and nothing
+            to compare.
         gaps: idle time that could be used lately.
         view: its GPUs, as last looked at; at ``looked_ns``, 0 = never.
         shown: whether the metrics say that the state is known.
@@ -68,6 +69,7 @@ class GuardedReplica:
     settled: bool = True
     source: SignalSource | None = None
     known_ns: int = 0
+    granted: bool = False
     lent: bool = False
     view: ReplicaGpus | None = None
     looked_ns: int = 0
@@ -112,9 +114,9 @@ class GuardedReplica:
 
     def watch(self) -> Watch:
         """What the tap should follow: closely where lending may be paced by tokens."""
-        pod, objective = self.pod, self.outcomes.objective(self.policy)
+        pod, paced = self.pod, self.granted and self.outcomes.objective(self.policy).given
         border = _IDLE_ENOUGH if self.closely else _HARDLY_IDLE
-        self.closely = objective.given and self.gaps.share(time.monotonic_ns()) < border
+        self.closely = paced and self.gaps.share(time.monotonic_ns()) < border
         return Watch(pod.uid, pod.pid, pod.port, interfaces=pod.interfaces, closely=self.closely)
 
     def note_known(self, *, known: bool) -> None:
@@ -222,6 +224,8 @@ class GuardedReplica:
     def take(self, event: TapEvent, now_ns: int) -> None:
         """Apply one event of the tap."""
         done = self.book.apply(event, now_ns)
+        if isinstance(event, Progress):
+            return  # nobody has come or gone
         self.gaps.note(busy=bool(self.book.live), now_ns=now_ns)
         self.outcomes.observe(event, now_ns)
         if done is not None:
@@ -268,7 +272,9 @@ class GuardedReplica:
             if uses_tap and time.monotonic() - compared >= period and await self.compare():
                 compared = time.monotonic()
             settled = tapped and not self.book.outstanding
-            await asyncio.sleep(1.0 if settled else 0.2 if uses_tap else 0.05)
+            # Beside a replica with a tap nothing has to be stopped while nothing is lent there.
+            rare = settled or (uses_tap and not self.granted)
+            await asyncio.sleep(1.0 if rare else 0.2 if uses_tap else 0.05)
 
     async def compare(self) -> bool:
         """One comparison of the tap's and the engine's counts; False when it could not be made."""
