@@ -33,6 +33,7 @@ from rose_core.telemetry.verify import SignalVerification
 from rose_core.wire.sync import PoolPolicy, SignalSource
 
 _LASTING_NS = 5_000_000_000
+_SILENT_NS = 1_000_000_000  # several heartbeats
 # Usable idle shares between which tokens become interesting, well before a replica is never idle.
 _HARDLY_IDLE, _IDLE_ENOUGH = 0.2, 0.4
 
@@ -272,9 +273,14 @@ class GuardedReplica:
             if uses_tap and time.monotonic() - compared >= period and await self.compare():
                 compared = time.monotonic()
             settled = tapped and not self.book.outstanding
-            # Beside a replica with a tap nothing has to be stopped while nothing is lent there.
-            rare = settled or (uses_tap and not self.granted)
+            # Where nothing is lent, figures matter only where they stand in for the tap.
+            rare = settled or (uses_tap and not self.granted and self._reads_tap())
             await asyncio.sleep(1.0 if rare else 0.2 if uses_tap else 0.05)
+
+    def _reads_tap(self) -> bool:
+        """Whether the tap is heard and reads what it sees, verified or not."""
+        health, silent_ns = self.book.health, time.monotonic_ns() - self.book.last_seen_ns
+        return health is not None and not health.opaque and silent_ns < _SILENT_NS
 
     async def compare(self) -> bool:
         """One comparison of the tap's and the engine's counts; False when it could not be made."""
