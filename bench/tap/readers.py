@@ -50,7 +50,8 @@ def _bpf(command: int, number: int) -> tuple[int, int]:
 
 def _filters() -> dict[int, int]:
     """Nanoseconds that each socket filter of the kernel's has run, while they are counted."""
-    found, number = {}, 0
+    found: dict[int, int] = {}
+    number = 0
     while True:
         result, number = _bpf(_NEXT_ID, number)
         if result:
