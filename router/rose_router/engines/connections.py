@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from rose_router.engines.tls_layer import TlsLayer
 from rose_router.errors import Unreachable
 
 # Idle connections end before SGLang's own server closes them (5 s).
@@ -411,15 +412,17 @@ class Connections:
         host, port, secure, known = place
         loop = asyncio.get_running_loop()
         context = _context(pinned=bool(known)) if secure else None
+        connection, layer = Connection(self, place), None
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                transport, connection = await loop.create_connection(
-                    lambda: Connection(self, place), host, port, ssl=context
-                )
+                if context is None:
+                    await loop.create_connection(lambda: connection, host, port)
+                else:
+                    layer = await _secured(TlsLayer(context, host, connection), host, port)
         except OSError as error:
             message = f"{host}:{port}: {error}"
             raise Unreachable(message) from error
-        if known and _certificate_digest(transport) not in known:
+        if known and (layer is None or _certificate_digest(layer) not in known):
             connection.hang_up()
             message = f"{host}:{port} shows a certificate that its node has not told us of"
             raise Unreachable(message)
@@ -455,10 +458,20 @@ def _probe(made: socket.socket) -> None:
         made.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _certificate_digest(transport: asyncio.BaseTransport) -> str:
+async def _secured(layer: TlsLayer, host: str, port: int) -> TlsLayer:
+    """Connect it, up to the end of its handshake."""
+    transport, _ = await asyncio.get_running_loop().create_connection(lambda: layer, host, port)
+    try:
+        await layer.ready
+    except BaseException:  # also when cancelled, and raised again
+        transport.abort()
+        raise
+    return layer
+
+
+def _certificate_digest(layer: TlsLayer) -> str:
     """SHA-256 of the certificate at the other end, in hex."""
-    tls = transport.get_extra_info("ssl_object")
-    certificate = tls.getpeercert(binary_form=True) if tls is not None else None
+    certificate = layer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     return hashlib.sha256(certificate or b"").hexdigest()
 
 
