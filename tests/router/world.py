@@ -13,13 +13,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from rose_core.adapters import run_of
 from rose_core.rollouts.transcripts.spans import covers
 from rose_core.rollouts.transcripts.transcript import StreamEvent
 from rose_core.wire.routing import AdapterVersion, EngineKind, EngineUpdate
 from rose_engines.fake.model import Prefix, continuation
 from rose_router.config import Settings
-from rose_router.engines.engine_client import Take, Target
+from rose_router.engines.engine_client import LegBody, Take, Target
 from rose_router.errors import EngineRefused, LegLost
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.service import Service
@@ -158,8 +160,9 @@ class SimClient:
     def __init__(self, engines: dict[str, SimEngine]) -> None:
         self._engines = engines
 
-    async def stream(self, target: Target, body: Mapping[str, Any], take: Take) -> None:
-        async with contextlib.aclosing(self._events(target, body)) as events:
+    async def stream(self, target: Target, body: LegBody, take: Take) -> None:
+        asked = msgspec.json.decode(body) if isinstance(body, bytes) else body
+        async with contextlib.aclosing(self._events(target, asked)) as events:
             async for event in events:
                 if not take([event]):
                     return

@@ -32,6 +32,7 @@ _ABORT_SECONDS = 2.0
 _MOST_ERROR = 65536
 _MOST_IDS = 1 << 15  # that are written at once: half a millisecond
 _decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
 # What may stand in a head that we write ourselves: a line end would begin a header of its own.
 _VISIBLE = re.compile(r"[\x21-\x7e]*")
 _LOGPROBS, _SELDOM = PER_TOKEN[0], frozenset(PER_TOKEN[1:])
@@ -74,6 +75,9 @@ class Target(msgspec.Struct, frozen=True, gc=False):
         return "" if host and known else f"url: expected http(s)://host:port, got {self.url:.100}"
 
 
+LegBody = Mapping[str, Any] | bytes
+"""A leg's request: an object, or its JSON."""
+
 Take = Callable[[Iterable[StreamEvent]], bool]
 """Takes events that came together; false when no more is wanted."""
 
@@ -81,7 +85,7 @@ Take = Callable[[Iterable[StreamEvent]], bool]
 class EngineClient(Protocol):
     """How the router reaches engines; tests put engines of their own behind it."""
 
-    async def stream(self, target: Target, body: Mapping[str, Any], take: Take) -> None:
+    async def stream(self, target: Target, body: LegBody, take: Take) -> None:
         """Send one leg and hand its events on; see ``HttpEngineClient.stream``."""
         ...
 
@@ -100,7 +104,7 @@ class HttpEngineClient:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
-    async def stream(self, target: Target, body: Mapping[str, Any], take: Take) -> None:
+    async def stream(self, target: Target, body: LegBody, take: Take) -> None:
         """Send one leg and hand its events on, in the moment in which they come.
 
         Returns when the last event has been taken, the one with a finish reason, or no more is
@@ -110,8 +114,8 @@ class HttpEngineClient:
             EngineRefused: the engine says that the request is wrong.
             LegLost: anything else that ends the leg before its last event.
         """
-        events, ids = _Events(take), body.get("input_ids", ())
-        raw = msgspec.json.encode(body) if len(ids) <= _MOST_IDS else await _encoded(body)
+        events = _Events(take)
+        raw = body if isinstance(body, bytes) else await _encoded(body)
         try:
             connection = await self._ask(target, "/generate", raw, events.feed)
             try:
@@ -159,7 +163,7 @@ async def _encoded(body: Mapping[str, Any]) -> bytes:
     """A leg's body; a long prompt is written in slices, between which other streams move."""
     ids = body.get("input_ids")
     if not isinstance(ids, list | tuple) or len(ids) <= _MOST_IDS:
-        return msgspec.json.encode(body)
+        return _encode(body)
     slices = []
     for begin in range(0, len(ids), _MOST_IDS):
         slices.append(msgspec.json.encode(ids[begin : begin + _MOST_IDS])[1:-1])

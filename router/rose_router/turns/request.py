@@ -17,6 +17,9 @@ from rose_core.rollouts.requests.stops import Stops
 from rose_core.rollouts.trajectories.prospects import NO_HINT, Hint
 from rose_core.rollouts.versions import NO_PIN, Pin
 
+_MOST_LEGS = 16
+_encode = msgspec.json.Encoder().encode
+
 
 def named(job: str, name: str) -> str:
     """A caller's name for something of its own, told apart from what other jobs call so."""
@@ -47,6 +50,11 @@ class Parameters(msgspec.Struct, frozen=True, dict=True):
         return terms_of(self.sampling, self.passed)
 
     @cached_property
+    def legs(self) -> dict[tuple[str, int], bytes]:
+        """What first legs say beside prompt and id, in JSON, by cache key and interval."""
+        return {}
+
+    @cached_property
     def refusable(self) -> frozenset[str]:
         """Those that some engine refuses."""
         return asked_with(self.sampling, self.passed)
@@ -71,6 +79,7 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
         traceparent: of the caller's span, where turns are traced; empty = it has none.
         operation: what the caller does, in OpenTelemetry's words.
         parameters: ``sampling`` and ``passed`` as others have them too; ``None`` = nobody has.
+        written: the prompt as its caller wrote it, a list of ids in JSON; empty = not known.
     """
 
     rid: str
@@ -90,6 +99,7 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
     traceparent: str = ""
     operation: str = "text_completion"
     parameters: Parameters | None = None
+    written: bytes = b""
 
     def but(self, **changes: Any) -> TurnRequest:  # noqa: ANN401  # values of fields
         """The same request with other values."""
@@ -161,3 +171,15 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
             "rid": rid,
             "extra_key": key,
         }
+
+    def leg_json(self, rid: str, cache_key: str, interval: int = 1) -> bytes:
+        """The request of a first leg, where the prompt is ``written``; else as ``leg_body``."""
+        legs = self.asks.legs
+        rest = legs.get((cache_key, interval))
+        if rest is None:
+            body = self.leg_body((), 0, rid, cache_key, interval)
+            del body["input_ids"], body["rid"]
+            if len(legs) >= _MOST_LEGS:
+                legs.clear()  # each publish brings another key
+            rest = legs[cache_key, interval] = _encode(body)[1:]
+        return b'{"input_ids":%b,"rid":%b,%b' % (self.written, _encode(rid), rest)

@@ -23,7 +23,7 @@ from rose_core.rollouts.placement.watch import MoveReason
 from rose_core.rollouts.requests.stops import CutStops
 from rose_core.rollouts.transcripts.transcript import Leg, StreamEvent
 from rose_router import metrics
-from rose_router.engines.engine_client import Target
+from rose_router.engines.engine_client import LegBody, Target
 from rose_router.engines.fleet import Clock, Engine, Fleet, LiveLeg
 from rose_router.errors import EngineRefused, LegLost, RouterError, TurnLost, Unprocessable
 from rose_router.turns.sessions import Home
@@ -181,9 +181,13 @@ class TurnRunner:
         """Read the leg; why that ended, if it was not by its last event."""
         trace = turn.trace.traceparent if turn.trace is not None else ""
         target = Target.of(engine.update, trace)
-        body = turn.request.leg_body(
-            turn.transcript.context, leg.offset, leg.rid, leg.version, turn.interval
-        )
+        request = turn.request
+        body: LegBody
+        if request.written and not leg.offset:
+            body = request.leg_json(leg.rid, leg.version, turn.interval)
+        else:
+            context = turn.transcript.context
+            body = request.leg_body(context, leg.offset, leg.rid, leg.version, turn.interval)
         reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
         try:
             try:
@@ -269,7 +273,7 @@ class TurnRunner:
         return True
 
     async def _read_to_the_end(
-        self, target: Target, body: dict[str, Any], reader: LegReader, engine: Engine, leg: Leg
+        self, target: Target, body: LegBody, reader: LegReader, engine: Engine, leg: Leg
     ) -> None:
         """Also where the turn ends before the engine does: it is told to, and says its last.
 

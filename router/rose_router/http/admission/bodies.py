@@ -180,20 +180,15 @@ def _begins_with_text(raw: bytes) -> bool:
     return False
 
 
-def body_at_once(request: web.Request) -> dict[str, Any] | None:
-    """The JSON object of a caller that is all here and short; ``None``: see ``read_body``.
-
-    Raises:
-        BadRequest: it is none.
-    """
+def bytes_at_once(request: web.Request) -> bytes | None:
+    """A body that is all here and short; ``None``: see ``read_body``."""
     content = request.content
     if not content.is_eof() or content.at_eof():  # it is still coming; it is empty, or was read
         return None
     try:
-        raw = _came_with_head(request)
+        return _came_with_head(request)
     except web.RequestPayloadError:
         return None  # which says it in its own words
-    return None if raw is None else json_object(raw)
 
 
 def arrived(request: web.Request) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -85,13 +86,14 @@ class Hinted(msgspec.Struct):
 
 
 _MOST_ID = 2**31 - 1
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=_MOST_ID)]
 _MOST_AT_ONCE = 1 << 15  # ids that are checked in one call: a millisecond
 
 
 class _Prompt(msgspec.Struct, array_like=True):
     """Of one field: msgspec looks a plain type up anew at every use, and a struct only once."""
 
-    ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=_MOST_ID)], ...]
+    ids: tuple[TokenId, ...]
 
 
 Read = TypeVar("Read", bound=msgspec.Struct)
@@ -206,6 +208,16 @@ def encoded(
     return token_ids(tokenizer.encode(text, special=special), field)
 
 
+def has_hints(headers: Mapping[str, str]) -> bool:
+    """Whether headers tell the router something of a turn; a client's are the same every time."""
+    return _has_ours(tuple(headers))
+
+
+@functools.lru_cache(1024)
+def _has_ours(names: tuple[str, ...]) -> bool:
+    return not _ALL_HEADERS.isdisjoint(map(str.lower, names))
+
+
 class Hints:
     """What a caller may tell the router beside the turn: session, pins, expected length.
 
@@ -234,7 +246,7 @@ class Hints:
     ) -> None:
         asked = asked or read_as(body, Hinted)
         rose = asked.rose or _NO_ROSE
-        if _ALL_HEADERS.isdisjoint(map(str.lower, headers)):
+        if not has_hints(headers):
             headers = _NO_HEADERS  # as most trainers send: one look instead of eighteen
         else:
             _refuse_bytes(headers)

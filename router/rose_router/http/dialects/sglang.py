@@ -7,17 +7,24 @@ their own; their order in the reply is SGLang's (all answers of the first prompt
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.unreadable import UNREADABLE
 from rose_router.http.dialects.common import (
     WITHOUT_EFFECT,
     Hinted,
     Hints,
     Rank,
     Rid,
+    TokenId,
     encoded,
+    has_hints,
     read_as,
     token_ids,
 )
@@ -97,6 +104,77 @@ def read(
             turns.append(terms.turn(rid, prompt, own_rid=own, session=session, keyed=own))
     listed = batch or len(turns) > 1
     return ParsedRequest(turns, streamed(request.stream, several=listed), listed)
+
+
+_FIELD = b'"input_ids":'
+_MOST_KNOWN, _MOST_BYTES = 1024, 1024
+_decode_ids = msgspec.json.Decoder(tuple[TokenId, ...]).decode
+
+
+class RepeatedRequests:
+    """Requests that differ from an earlier one in their prompt's ids alone, as a trainer's do.
+
+    Of such a one all but the ids is known, byte by byte: they are all that is read of it, in one
+    step and not as a list of objects that is checked and copied. The engine is sent them as they
+    were written.
+
+    Args:
+        new_rid: makes ids of turns.
+    """
+
+    def __init__(self, new_rid: Callable[[], str]) -> None:
+        self._new_rid = new_rid
+        self._known: dict[bytes, tuple[TurnRequest, bool]] = {}
+
+    def read(self, raw: bytes, headers: Mapping[str, str]) -> ParsedRequest | None:
+        """The request, as ``read`` reads it; ``None``: there was none like it."""
+        rest, ids = _split(raw)
+        known = self._known.get(rest)
+        if known is None or has_hints(headers):
+            return None
+        try:
+            prompt = _decode_ids(ids)
+        except UNREADABLE:
+            return None  # ``read`` says what is wrong with them
+        if not prompt:
+            return None
+        turn, stream = known
+        turn = replace(turn, rid=self._new_rid(), prompt=prompt, written=ids)
+        return ParsedRequest([turn], stream, listed=False)
+
+    def learn(self, raw: bytes, headers: Mapping[str, str], asked: ParsedRequest) -> None:
+        """Remember what was read of a request, if another may say the same of another prompt.
+
+        One that names its turn or its trajectory does not, and what follows from a stop string
+        follows from the tokenizer, too.
+        """
+        rest, _ = _split(raw)
+        turn = asked.turns[0]
+        if not rest or len(rest) > _MOST_BYTES or asked.listed or has_hints(headers):
+            return
+        if turn.own_rid or turn.session or turn.sampling.get("stop"):
+            return
+        # The list that was found is the request's own, and not one of that name within a field:
+        # with something else in its place, that is what the request has.
+        probe: Any = None
+        with contextlib.suppress(*UNREADABLE):
+            probe = msgspec.json.decode(rest.replace(b"\0", b"[[]]"))
+        if not isinstance(probe, dict) or probe.get("input_ids") != [[]]:
+            return
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[rest] = replace(turn, prompt=(), rid=""), asked.stream
+
+
+def _split(raw: bytes) -> tuple[bytes, bytes]:
+    """A body with a zero byte, which no JSON has, in place of its ids, and these; empty: none."""
+    begin = raw.find(_FIELD) + len(_FIELD)
+    if begin < len(_FIELD):
+        return b"", b""
+    if raw.startswith(b" ", begin):
+        begin += 1
+    end = raw.find(b"]", begin) + 1
+    return b"%b\0%b" % (raw[:begin], raw[end:]), raw[begin:end]
 
 
 def _prompts(

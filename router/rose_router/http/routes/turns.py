@@ -21,7 +21,8 @@ from rose_router.http.admission.bearer import caller_of
 from rose_router.http.admission.bodies import (
     LARGE_BODIES,
     arrived,
-    body_at_once,
+    bytes_at_once,
+    json_object,
     raw_body,
     read_body,
 )
@@ -86,6 +87,7 @@ class TurnHandlers:
         self._readers = ThreadPoolExecutor(_READERS, "bodies")
         self._tree = tree
         self._known = KnownDigests()
+        self._repeated = sglang.RepeatedRequests(random_rid)
         self._stored = stored
 
     @property
@@ -103,10 +105,14 @@ class TurnHandlers:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """SGLang's ``/generate``."""
-        body = await self._read(request)
-        reading = partial(sglang.read, body, request.headers, self._tokenizer, random_rid)
-        short = len(arrived(request)) <= _LONG_BODY
-        ask = reading() if short else await self._off_loop(request, reading, body)
+        raw = bytes_at_once(request)
+        ask = self._repeated.read(raw, request.headers) if raw is not None else None
+        if ask is None:
+            body = await self._read(request)
+            reading = partial(sglang.read, body, request.headers, self._tokenizer, random_rid)
+            ask = await self._off_loop(request, reading, body)
+            if raw is not None:
+                self._repeated.learn(raw, request.headers, ask)
         with self._turns(request, ask) as turns:
             if ask.stream:
                 return await self._stream(request, turns[0], self._sglang_events)
@@ -324,9 +330,8 @@ class TurnHandlers:
 
     async def _read(self, request: web.Request) -> dict[str, Any]:
         """The body; one with text in it is read on once there is a tokenizer, or will be none."""
-        body = body_at_once(request)
-        if body is None:
-            body = await read_body(request)
+        raw = bytes_at_once(request)
+        body = await read_body(request) if raw is None else json_object(raw)
         if self._tokenizer is None and _needs_tokenizer(body):
             await self._model_tokenizer.wait(self._service.settings.queue.seconds)
         return body
