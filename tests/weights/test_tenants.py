@@ -355,6 +355,16 @@ def test_a_credential_can_be_written_where_only_its_owner_reads(path: Path, tmp_
     assert "u" not in tenants.load(path).tenants, "nothing is granted that cannot be handed over"
 
 
+def test_a_grant_says_what_the_tenant_may_do_by_now(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ("--tenants", str(path))
+    assert run("grant", "t", *file) == 0
+    assert "granted t, which may do nothing yet (--publish" in capsys.readouterr().err
+    assert run("grant", "t", "--publish", "a-*", "--read", "a-*", "--read", "b", *file) == 0
+    assert "granted t, which may publish a-*, read a-* b;" in capsys.readouterr().err
+
+
 # --- the store's flags: deny by default
 
 

@@ -69,7 +69,13 @@ def parser() -> argparse.ArgumentParser:
     revoke.add_argument("--credential", default="", metavar="ID", help="only this one")
     listing = verbs.add_parser("list", help="show tenants, rights and credentials")
     for verb in (grant, revoke, listing):
-        verb.add_argument("--tenants", type=Path, required=True, metavar="FILE", help="the file")
+        verb.add_argument(
+            "--tenants",
+            type=Path,
+            required=True,
+            metavar="FILE",
+            help="file of tenants, as rose weights serve reads it; made where it is not there",
+        )
     return top
 
 
@@ -114,11 +120,20 @@ def _grant(given: argparse.Namespace) -> int:
     if descriptor >= 0:
         with os.fdopen(descriptor, "w") as file:
             file.write(credential + "\n")
-        sys.stderr.write(f"granted {given.name}; its credential is in {given.out}\n")
+        sys.stderr.write(f"granted {_may(given)}; its credential is in {given.out}\n")
     elif credential:
         sys.stdout.write(credential + "\n")
-        sys.stderr.write(f"granted {given.name}; its credential is above, and nowhere else\n")
+        sys.stderr.write(f"granted {_may(given)}; its credential is above, and nowhere else\n")
     return 0
+
+
+def _may(given: argparse.Namespace) -> str:
+    """A tenant and what it may do by now, so that a right that was forgotten is seen at once."""
+    now = tenants.load(given.tenants).tenants[given.name]
+    rights = {"publish": now.publish, "read": now.read, "record": now.record}
+    said = [f"{right} {' '.join(runs)}" for right, runs in rights.items() if runs]
+    nothing = "may do nothing yet (--publish, --read and --record name runs)"
+    return f"{given.name}, which {'may ' + ', '.join(said) if said else nothing}"
 
 
 def _listing(file: tenants.TenantsFile) -> str:
