@@ -158,6 +158,10 @@ class _Reader:
 
         return read
 
+    def keep(self, found: dict[str, Any], name: str) -> Callable[[str, Any], None]:
+        """A reader that keeps whatever stands there."""
+        return lambda _at, value: found.update({name: value})
+
     def must_be(self, *allowed: object, why: str = "") -> Callable[[str, Any], None]:
         """A reader of a field that may have these values alone, which a sandbox has anyway."""
 
@@ -185,11 +189,11 @@ def read_template(spec: Fields, given: Mapping[str, str] | None = None) -> Templ
     reader = _Reader()
     found: dict[str, Any] = {}
 
-    def keep(name: str) -> Callable[[str, Any], None]:
-        return lambda _at, value: found.update({name: value})
-
     def pod(at: str, value: object) -> None:
-        inside = {"spec": keep("pod"), "metadata": lambda at, one: reader.fields(at, one, {})}
+        inside = {
+            "spec": reader.keep(found, "pod"),
+            "metadata": lambda at, one: reader.fields(at, one, {}),
+        }
         reader.fields(at, value, inside)
 
     reader.fields(
@@ -240,8 +244,8 @@ def _pod(reader: _Reader, pod: object) -> TemplateSandbox:
         at,
         pod,
         {
-            "containers": lambda _, value: found.update(containers=value),
-            "volumes": lambda _, value: found.update(volumes=value),
+            "containers": reader.keep(found, "containers"),
+            "volumes": reader.keep(found, "volumes"),
             "runtimeClassName": runtime,
             "automountServiceAccountToken": no,
             "hostNetwork": no,
@@ -269,52 +273,20 @@ def _pod(reader: _Reader, pod: object) -> TemplateSandbox:
 
 def _container(reader: _Reader, at: str, given: object, folders: frozenset[str]) -> TemplateSandbox:
     found: dict[str, Any] = {"image": "", "command": [], "args": [], "folder": "", "env": []}
-    mounts: list[str] = []
-    resources = TemplateLimits(), TemplateLimits()
-
-    def keep(name: str) -> Callable[[str, Any], None]:
-        return lambda _at, value: found.update({name: value})
-
-    def volume(place: str, name: object) -> None:
-        if name not in folders:
-            reader.refuse(place, f"{name!r} is no volume here")
-
-    def mount(place: str, value: Sequence[Any]) -> None:
-        for number, one in enumerate(value):
-            inside = f"{place}[{number}]"
-            reader.fields(
-                inside,
-                one,
-                {
-                    "name": volume,
-                    "mountPath": lambda _, path: mounts.append(str(path)),
-                    "readOnly": reader.must_be(False, why="nothing would ever be in it"),
-                },
-            )
-
-    def resource(place: str, value: object) -> None:
-        nonlocal resources
-        kinds: dict[str, TemplateLimits] = {}
-
-        def amounts(name: str) -> Callable[[str, Any], None]:
-            return lambda at, one: kinds.update({name: _amounts(reader, at, one)})
-
-        reader.fields(place, value, {"limits": amounts("limits"), "requests": amounts("requests")})
-        usual = TemplateLimits()
-        resources = kinds.get("limits", usual), kinds.get("requests", usual)
-
     reader.fields(
         at,
         given,
         {
             "name": _nothing,
-            "image": keep("image"),
-            "command": keep("command"),
-            "args": keep("args"),
-            "workingDir": keep("folder"),
-            "env": keep("env"),
-            "resources": resource,
-            "volumeMounts": mount,
+            "image": reader.keep(found, "image"),
+            "command": reader.keep(found, "command"),
+            "args": reader.keep(found, "args"),
+            "workingDir": reader.keep(found, "folder"),
+            "env": reader.keep(found, "env"),
+            "resources": lambda place, value: found.update(_resources(reader, place, value)),
+            "volumeMounts": lambda place, value: found.update(
+                mounts=_mounts(reader, place, value, folders)
+            ),
             "securityContext": lambda place, value: _security(reader, place, value),
             "stdin": reader.must_be(False),
             "stdinOnce": reader.must_be(False),
@@ -330,10 +302,41 @@ def _container(reader: _Reader, at: str, given: object, folders: frozenset[str])
         command=tuple(map(str, (*found["command"], *found["args"]))),
         folder=str(found["folder"]),
         environment=_environment(reader, f"{at}.env", found["env"]),
-        limits=resources[0],
-        requests=resources[1],
-        folders=tuple(mounts),
+        limits=found.get("limits", TemplateLimits()),
+        requests=found.get("requests", TemplateLimits()),
+        folders=found.get("mounts", ()),
     )
+
+
+def _mounts(
+    reader: _Reader, at: str, given: Sequence[Any], folders: frozenset[str]
+) -> tuple[str, ...]:
+    """Paths at which volumes of the pod are mounted."""
+    paths: list[str] = []
+
+    def volume(place: str, name: object) -> None:
+        if name not in folders:
+            reader.refuse(place, f"{name!r} is no volume here")
+
+    known = {
+        "name": volume,
+        "mountPath": lambda _, path: paths.append(str(path)),
+        "readOnly": reader.must_be(False, why="nothing would ever be in it"),
+    }
+    for number, one in enumerate(given):
+        reader.fields(f"{at}[{number}]", one, known)
+    return tuple(paths)
+
+
+def _resources(reader: _Reader, at: str, given: object) -> dict[str, TemplateLimits]:
+    """Those of ``limits`` and ``requests`` that are given."""
+    found: dict[str, TemplateLimits] = {}
+
+    def amounts(name: str) -> Callable[[str, Any], None]:
+        return lambda place, one: found.update({name: _amounts(reader, place, one)})
+
+    reader.fields(at, given, {"limits": amounts("limits"), "requests": amounts("requests")})
+    return found
 
 
 def _security(reader: _Reader, at: str, given: object) -> None:

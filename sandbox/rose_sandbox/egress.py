@@ -22,10 +22,12 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from rose_core.sandboxes.networks import Network, inner, may_reach
 from rose_core.sandboxes.outside import EgressEffect
@@ -150,86 +152,53 @@ class Egress:
             writer.close()
 
     async def _reachable(self, host: str, port: int) -> list[str]:
-        """The addresses of a host that was allowed.
+        """The addresses of a host that is allowed.
 
         Raises:
-            _NotReachable: one is the node's, its link's or its cloud's, and was not allowed
-                literally; or none lies where the sandbox may reach.
+            _Refused: it is not; or one is the node's, its link's or its cloud's, and was not
+                allowed literally; or none lies where the sandbox may reach.
             OSError: the name is not known.
         """
+        if not any(fnmatch.fnmatchcase(host, one) for one in self._allowed):
+            raise _Refused(
+                403, f"host {host!r} is not allowed; start the host with --egress for it"
+            )
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
         for one in addresses:
             if one not in self._allowed and is_near(one):
-                raise _NotReachable(
+                raise _Refused(
+                    403,
                     f"host {host!r} is {one}, the node's own, its link's or its cloud's; start "
-                    f"the host with --egress {one} if sandboxes ought to reach it"
+                    f"the host with --egress {one} if sandboxes ought to reach it",
                 )
         if self._networks is None:
             return addresses
         kept = [one for one in addresses if may_reach(self._networks, one, port)]
         if not kept:
-            raise _NotReachable(
+            raise _Refused(
+                403,
                 f"host {host!r} is {', '.join(addresses)}, to whose port {port} the sandbox's "
-                "template does not let it"
+                "template does not let it",
             )
         return kept
 
-    async def _answer(  # noqa: C901, PLR0911 - each refusal is one line
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except asyncio.LimitOverrunError:
-            return await _respond(writer, 431, "the request's head is over 64 KiB")
-        line, *lines = head.decode("latin-1").split("\r\n")
-        parts = line.split(" ")
-        if len(parts) != 3:
-            return await _respond(writer, 400, "no request line")
-        if any(mark in one for one in (line, *lines) for mark in "\r\n\0"):
-            # Servers that take one for an end of line would see a request that nobody was told.
-            return await _respond(writer, 400, "a control character in the request's head")
-        if sum(one.partition(":")[0].strip().lower() == "content-length" for one in lines) > 1:
-            return await _respond(writer, 400, "two lengths: where this request ends is not sure")
-        method, target, _ = parts
-        fields = {
-            name.strip().lower(): value.strip()
-            for name, _, value in (one.partition(":") for one in lines if one)
-        }
-        url = urlsplit(f"//{target}" if method == "CONNECT" else target)
-        host, port = url.hostname or "", url.port or (443 if method == "CONNECT" else 80)
-        if not any(fnmatch.fnmatchcase(host, one) for one in self._allowed):
-            return await _respond(
-                writer, 403, f"host {host!r} is not allowed; start the host with --egress for it"
-            )
+            request = await _read_request(reader)
+            addresses = await self._reachable(request.host, request.port)
+            length = request.body_bytes()
+            await self._record_effect(request)
+        except _Refused as refused:
+            return await _respond(writer, refused.status, str(refused))
+        there, out = await _dialled(addresses, request.port)
         try:
-            addresses = await self._reachable(host, port)
-        except _NotReachable as error:
-            return await _respond(writer, 403, str(error))
-        if "transfer-encoding" in fields:
-            return await _respond(writer, 411, "send a Content-Length")
-        length = int(fields.get("content-length", "0"))
-        if not 0 <= length <= BODY_BYTES:
-            return await _respond(writer, 413, "the body is over 64 MiB")
-        shown = f"{host}:{port}" if method == "CONNECT" else f"{host}:{port}{url.path or '/'}"
-        try:
-            await self._record(EgressEffect(0, method, shown, keyed="idempotency-key" in fields))
-        except Exception as error:  # noqa: BLE001 - whatever it is, nothing unrecorded goes out
-            return await _respond(writer, 503, f"the effect cannot be recorded: {error}")
-        there, out = await _dialled(addresses, port)
-        try:
-            if method == "CONNECT":
+            if request.tunnels:
                 writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
                 await asyncio.gather(_copy(reader, out), _copy(there, writer))
                 return None
-            path = url.path or "/"
-            asked = f"{method} {path}{'?' + url.query if url.query else ''} HTTP/1.1\r\n"
-            kept = [one for one in lines if one and not _of_the_hop(one)]
-            # The host that was allowed, not another one behind the same address.
-            own = [f"Host: {url.netloc.rpartition('@')[2]}", "Connection: close"]
-            text = asked + "\r\n".join([*own, *kept]) + "\r\n\r\n"
-            out.write(text.encode("latin-1"))
+            out.write(request.forwarded_head())
             if length:
                 out.write(await reader.readexactly(length))
             await out.drain()
@@ -238,9 +207,115 @@ class Egress:
             out.close()
         return None
 
+    async def _record_effect(self, request: _Request) -> None:
+        effect = EgressEffect(
+            0, request.method, request.shown, keyed="idempotency-key" in request.fields
+        )
+        try:
+            await self._record(effect)
+        except Exception as error:  # whatever it is, nothing unrecorded goes out
+            raise _Refused(503, f"the effect cannot be recorded: {error}") from error
 
-class _NotReachable(Exception):
-    """A name that leads to the node, its link, its cloud, or out of a sandbox's networks."""
+
+class _Refused(Exception):
+    """A request that goes nowhere; the text is its answer's body.
+
+    Attributes:
+        status: of the answer.
+    """
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The head of a proxied request.
+
+    Attributes:
+        method: ``CONNECT`` for a tunnel.
+        url: of the target; that of a tunnel has a host and a port alone.
+        lines: header lines as they came.
+    """
+
+    method: str
+    url: SplitResult
+    lines: tuple[str, ...]
+
+    @property
+    def tunnels(self) -> bool:
+        return self.method == "CONNECT"
+
+    @property
+    def host(self) -> str:
+        return self.url.hostname or ""
+
+    @property
+    def port(self) -> int:
+        return self.url.port or (443 if self.tunnels else 80)
+
+    @property
+    def path(self) -> str:
+        return self.url.path or "/"
+
+    @property
+    def shown(self) -> str:
+        """What is recorded of the target: no query, which may hold a secret."""
+        return f"{self.host}:{self.port}" + ("" if self.tunnels else self.path)
+
+    @cached_property
+    def fields(self) -> Mapping[str, str]:
+        parts = (line.partition(":") for line in self.lines if line)
+        return {name.strip().lower(): value.strip() for name, _, value in parts}
+
+    def body_bytes(self) -> int:
+        """Length of the body that follows.
+
+        Raises:
+            _Refused: it has no length that is known, or is too long.
+            ValueError: the length is no number.
+        """
+        if "transfer-encoding" in self.fields:
+            raise _Refused(411, "send a Content-Length")
+        length = int(self.fields.get("content-length", "0"))
+        if not 0 <= length <= BODY_BYTES:
+            raise _Refused(413, "the body is over 64 MiB")
+        return length
+
+    def forwarded_head(self) -> bytes:
+        """The head as the server gets it: without what is between the caller and this proxy."""
+        query = f"?{self.url.query}" if self.url.query else ""
+        kept = [line for line in self.lines if line and not _of_the_hop(line)]
+        # The host that was allowed, not another one behind the same address.
+        own = [f"Host: {self.url.netloc.rpartition('@')[2]}", "Connection: close"]
+        text = "\r\n".join([f"{self.method} {self.path}{query} HTTP/1.1", *own, *kept])
+        return f"{text}\r\n\r\n".encode("latin-1")
+
+
+async def _read_request(reader: asyncio.StreamReader) -> _Request:
+    """The head of the next request.
+
+    Raises:
+        _Refused: it is too long, or where it ends or its body does is ambiguous.
+        ValueError: its target is no URL.
+    """
+    try:
+        head = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        raise _Refused(431, "the request's head is over 64 KiB") from None
+    line, *lines = head.decode("latin-1").split("\r\n")
+    parts = line.split(" ")
+    if len(parts) != 3:
+        raise _Refused(400, "no request line")
+    if any(mark in one for one in (line, *lines) for mark in "\r\n\0"):
+        # Servers that take one for an end of line would see a request that was never recorded.
+        raise _Refused(400, "a control character in the request's head")
+    if sum(one.partition(":")[0].strip().lower() == "content-length" for one in lines) > 1:
+        raise _Refused(400, "two lengths: where this request ends is not sure")
+    method, target, _ = parts
+    url = urlsplit(f"//{target}" if method == "CONNECT" else target)
+    return _Request(method, url, tuple(lines))
 
 
 async def _dialled(

@@ -172,7 +172,15 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = VerbParser(prog="rose sandbox-host", description=__doc__.splitlines()[0])
-    add = made.add_argument
+    _add_records(made.add_argument)
+    _add_callers(made.add_argument)
+    _add_sandboxes(made.add_argument)
+    _add_templates(made.add_argument)
+    flags.add_log_level(made)
+    return made
+
+
+def _add_records(add: Callable[..., argparse.Action]) -> None:
     add(
         "--store",
         required=True,
@@ -185,6 +193,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--run", type=flags.run, required=True, help="the run whose agents these are")
     add("--folder", type=Path, default=Path("/var/lib/rose/sandboxes"), help="of the sandboxes")
+
+
+def _add_callers(add: Callable[..., argparse.Action]) -> None:
     add("--address", type=flags.listener, default="127.0.0.1:7600", help="host:port to listen on")
     add(
         "--token-file",
@@ -197,6 +208,9 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="bearer token that opens POST /traffic alone, for the node's guard; read at each call",
     )
+
+
+def _add_sandboxes(add: Callable[..., argparse.Action]) -> None:
     add(
         "--gibibytes",
         type=flags.count,
@@ -230,6 +244,9 @@ def parser() -> argparse.ArgumentParser:
         default=IDLE_SECONDS,
         help="without a byte, after which one of them ends",
     )
+
+
+def _add_templates(add: Callable[..., argparse.Action]) -> None:
     add(
         "--templates",
         default="",
@@ -244,8 +261,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="REFERENCE=NAME",
         help="the image of this host that an image of templates stands for; repeat",
     )
-    flags.add_log_level(made)
-    return made
 
 
 def _template_image(text: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import pytest
 from rose_core.sandboxes.networks import PUBLIC, Network, may_reach
 from rose_core.sandboxes.outside import EgressEffect
 from rose_dev.waiting import until
-from rose_sandbox.egress import Egress, _NotReachable, is_near
+from rose_sandbox.egress import Egress, _Refused, is_near
 
 
 @dataclass
@@ -178,9 +178,7 @@ async def test_an_address_of_the_cloud_is_reached_where_it_was_allowed_and_not_b
     async def record(_effect: EgressEffect) -> None:
         pass
 
-    with pytest.raises(
-        _NotReachable, match=r"its cloud's; start the host with --egress fd00:ec2::254"
-    ):
+    with pytest.raises(_Refused, match=r"its cloud's; start the host with --egress fd00:ec2::254"):
         await Egress(["*"], record)._reachable("fd00:ec2::254", 80)
     assert await Egress(["fd00:ec2::254"], record)._reachable("fd00:ec2::254", 80) == [
         "fd00:ec2::254"

@@ -69,20 +69,28 @@ def plan(text: str) -> Plan:
         elif instruction == "ENV":
             environment |= _variables(rest)
         elif instruction == "RUN":
-            if rest.startswith("--"):
-                raise UnknownInstruction(f"RUN {rest[:40]}: no mounts")
-            parts = _list(rest)
-            steps.append(Step(folder, shlex.join(parts) if parts else rest))
+            steps.append(_run(folder, rest))
         elif instruction == "COPY":
-            *names, target = _list(rest) or shlex.split(rest) or [""]
-            if not names or any(re.search(r"^--|[*?\[]", name) for name in names):
-                raise UnknownInstruction(f"COPY {rest[:60]}: plain names alone")
-            slash = "/" if target.endswith(("/", "/.")) or target == "." else ""
-            where = str(PurePosixPath(folder) / target)
-            steps.append(Step(folder, copies=tuple(names), target=where.rstrip("/") + slash))
+            steps.append(_copy(folder, rest))
         else:
             raise UnknownInstruction(f"{instruction} cannot be played in a sandbox that runs")
     return Plan(tuple(steps), environment, folder if moved else None)
+
+
+def _run(folder: str, rest: str) -> Step:
+    if rest.startswith("--"):
+        raise UnknownInstruction(f"RUN {rest[:40]}: no mounts")
+    parts = _list(rest)
+    return Step(folder, shlex.join(parts) if parts else rest)
+
+
+def _copy(folder: str, rest: str) -> Step:
+    *names, target = _list(rest) or shlex.split(rest) or [""]
+    if not names or any(re.search(r"^--|[*?\[]", name) for name in names):
+        raise UnknownInstruction(f"COPY {rest[:60]}: plain names alone")
+    slash = "/" if target.endswith(("/", "/.")) or target == "." else ""
+    where = str(PurePosixPath(folder) / target)
+    return Step(folder, copies=tuple(names), target=where.rstrip("/") + slash)
 
 
 def _supported(text: str) -> Iterator[tuple[str, str]]:

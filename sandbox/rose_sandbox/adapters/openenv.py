@@ -272,14 +272,17 @@ class RoseProvider(ContainerProvider):  # type: ignore[misc]  # openenv is in an
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_SECONDS)) as http:
             while loop.time() < until:
                 with suppress(aiohttp.ClientError, TimeoutError):
-                    async with http.get(f"{base_url}/health") as answer:
-                        if answer.status == HTTPStatus.OK and await self._is_beside():
-                            # From here on an episode can be given back.
-                            await self._here.checkpoint()
-                            return
+                    if await self._is_ready(http, base_url):
+                        # From here on an episode can be given back.
+                        await self._here.checkpoint()
+                        return
                 await self._check()
                 await asyncio.sleep(AGAIN_SECONDS)
         raise TimeoutError(f"the environment at {base_url} was not ready in {seconds:g} s")
+
+    async def _is_ready(self, http: aiohttp.ClientSession, base_url: str) -> bool:
+        async with http.get(f"{base_url}/health") as answer:
+            return answer.status == HTTPStatus.OK and await self._is_beside()
 
     async def _is_beside(self) -> bool:
         try:

@@ -140,28 +140,35 @@ class Conversation:
             await self._lose(close=True)
 
     async def _step(self) -> bool:
-        """Wait for what is said next, and pass it on; whether it goes on."""
-        # First what was heard by the lost way, which the sandbox would otherwise say once more.
+        """Wait for the next message of either side, and pass it on; whether it goes on."""
+        # 1. A way that was lost is found anew where an answer is owed.
         if self._far is None and self.owed and self._theirs is None:
             await self._find()
+        # 2. Listen to both sides.
         if self._far is not None and self._theirs is None:
             self._received_from = self._far
             self._theirs = asyncio.create_task(self._receive(self._far))
         mine, theirs = self._mine, self._theirs
         waited = [one for one in (mine, theirs) if one is not None]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if theirs is not None and theirs.done():
-            received, self._theirs = theirs.result(), None
-            # Of a way that was given up already nothing is heard.
-            if (received or self._received_from is self._far) and not await self._give(received):
-                return False
-        if mine is not None and mine.done():
-            message = mine.result()
-            if message.type not in {WSMsgType.TEXT, WSMsgType.BINARY}:
-                return False
-            # Before what may take a while: it is who answers the client's pings.
-            self._mine = asyncio.create_task(self.client.receive())
-            await self._take(message.data)
+        # 3. The sandbox's first: after another way it would send once more what came by the lost.
+        if theirs is not None and theirs.done() and not await self._pass_back(theirs):
+            return False
+        return mine is None or not mine.done() or await self._pass_on(mine)
+
+    async def _pass_back(self, theirs: asyncio.Task[_Received | None]) -> bool:
+        received, self._theirs = theirs.result(), None
+        # What ends a way that was given up already ends nothing.
+        ignored = not received and self._received_from is not self._far
+        return ignored or await self._give(received)
+
+    async def _pass_on(self, mine: asyncio.Task[WSMessage]) -> bool:
+        message = mine.result()
+        if message.type not in {WSMsgType.TEXT, WSMsgType.BINARY}:
+            return False
+        # Before what may take a while: it is who answers the client's pings.
+        self._mine = asyncio.create_task(self.client.receive())
+        await self._take(message.data)
         return True
 
     async def _give(self, received: _Received | None) -> bool:

@@ -26,6 +26,7 @@ import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -124,12 +125,12 @@ def look(facts: Facts, before: Moment | None) -> Moment:
 
 def files_differ(one: Moment, other: Moment, *, strict: bool) -> bool:
     """Whether files differ; ``strict`` compares folders' times too."""
-    return _compared(one, strict) != _compared(other, strict)
+    return _compared(one, strict=strict) != _compared(other, strict=strict)
 
 
-def _compared(moment: Moment, strict: bool) -> dict[str, Entry]:
+def _compared(moment: Moment, *, strict: bool) -> dict[str, Entry]:
     return {
-        name: _comparable(entry, strict)
+        name: _comparable(entry, strict=strict)
         for name, entry in moment.files.items()
         if strict or not entry[-1]
     }
@@ -157,7 +158,7 @@ def _differs(one: Process, other: Process) -> set[str]:
     return found
 
 
-def _comparable(entry: Entry, strict: bool) -> Entry:
+def _comparable(entry: Entry, *, strict: bool) -> Entry:
     return entry if strict or not stat.S_ISDIR(entry[1]) else entry[:5]
 
 
@@ -332,14 +333,20 @@ def _memory(pid: int, maps: str) -> str | None:
                 at = begin + first * PAGE
                 digest.update(struct.pack("=QQ", at, count))
                 memory.seek(at)
-                left = count * PAGE
-                while left:
-                    data = memory.read(min(left, _CHUNK))
-                    if not data:
-                        return None
-                    digest.update(data)
-                    left -= len(data)
+                if not _add_run(digest, memory, count * PAGE):
+                    return None
     return digest.hexdigest()
+
+
+def _add_run(digest: xxhash.xxh3_128, memory: FileIO, left: int) -> bool:
+    """Add so many bytes from where the file stands; False: it has fewer."""
+    while left:
+        data = memory.read(min(left, _CHUNK))
+        if not data:
+            return False
+        digest.update(data)
+        left -= len(data)
+    return True
 
 
 def _own_runs(entries: bytes) -> Iterator[tuple[int, int]]:
@@ -395,27 +402,42 @@ def _sockets(init: int, name: str) -> list[str]:
 
 
 def _shared(init: int) -> str:
-    """Sockets, and files in memory."""
+    """Digest of sockets, and of files in memory."""
     digest = xxhash.xxh3_128()
+    for line in _socket_lines(init):
+        _add(digest, line)
+    for folder in ("/run", "/dev"):
+        with suppress(OSError):  # a tenant that puts a link there only harms its own checkpoints
+            _add_memory_files(digest, init, folder)
+    return digest.hexdigest()
+
+
+def _socket_lines(init: int) -> Iterator[str]:
+    """Sockets of a sandbox, without what changes while nothing is done with them."""
     for name in ("tcp", "tcp6", "udp", "udp6"):
         with suppress(OSError):
             for line in _sockets(init, name):
                 fields = line.split()
                 if fields[3] != _TIME_WAIT:
-                    _add(digest, f"{name} {fields[1:5]} {fields[9]}")
+                    yield f"{name} {fields[1:5]} {fields[9]}"
     with suppress(OSError):
         for line in sorted(_text(f"/proc/{init}/net/unix").splitlines()[1:]):
-            _add(digest, " ".join(line.split()[1:]))
-    for folder in ("/run", "/dev"):
-        top = Path(f"/proc/{init}/root{folder}")
-        with suppress(OSError):  # a tenant that puts a link there only harms its own checkpoints
-            for where, entry in sorted(_listing(top)):
-                # Devices are the host's own, and terminals are of processes.
-                theirs = folder == "/dev" and stat.S_ISCHR(entry[1])
-                if not theirs and not f"{folder}{where}".startswith(FOLDER):
-                    _add(digest, f"{folder}{where} {_comparable(entry, strict=False)}")
-                    if stat.S_ISREG(entry[1]):
-                        # A write through a map leaves no time on a file in memory.
-                        with suppress(FileNotFoundError), _root(init) as root:
-                            _add_content(digest, root, f"{folder}{where}")
-    return digest.hexdigest()
+            yield " ".join(line.split()[1:])
+
+
+def _add_memory_files(digest: xxhash.xxh3_128, init: int, folder: str) -> None:
+    """Add what lies below a folder that is in memory.
+
+    Raises:
+        OSError: part of it cannot be read; what came before it is added.
+    """
+    for where, entry in sorted(_listing(Path(f"/proc/{init}/root{folder}"))):
+        # Devices are the host's own, and terminals are of processes.
+        theirs = folder == "/dev" and stat.S_ISCHR(entry[1])
+        if theirs or f"{folder}{where}".startswith(FOLDER):
+            continue
+        _add(digest, f"{folder}{where} {_comparable(entry, strict=False)}")
+        if stat.S_ISREG(entry[1]):
+            # A write through a map leaves no time on a file in memory.
+            with suppress(FileNotFoundError), _root(init) as root:
+                _add_content(digest, root, f"{folder}{where}")

@@ -30,7 +30,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -50,6 +50,7 @@ from rose_sandbox.runtimes.processes import empty, group_of
 from rose_sandbox.runtimes.programs import call, run
 from rose_sandbox.runtimes.runtime import (
     CheckpointParts,
+    ExecResult,
     Facts,
     Handle,
     Kind,
@@ -57,6 +58,7 @@ from rose_sandbox.runtimes.runtime import (
     SandboxSpec,
     State,
     check_spec,
+    cut_output,
 )
 from rose_sandbox.runtimes.volume import VOLUME_BYTES, Volume
 from rose_wire.cgroups import hierarchies, members
@@ -91,6 +93,49 @@ class _Beginning:
     files: Part | None = None
     cut: str | None = None
     images: Path | None = None
+    held: tuple[OpenFile, ...] = ()
+
+
+class CommandEnd(NamedTuple):
+    """How a command ended.
+
+    Attributes:
+        exit_code: 0..255; of a late one what it answered, if it did.
+        session_lost: its session's shell ended with it.
+        late: it was killed, after its time.
+    """
+
+    exit_code: int
+    session_lost: bool = False
+    late: bool = False
+
+    def result(self, out: bytes, err: bytes, output_bytes: int) -> ExecResult:
+        """What its caller gets, with at most so many bytes of each stream."""
+        return ExecResult(
+            LATE.exit_code if self.late else self.exit_code,
+            cut_output(out, output_bytes),
+            cut_output(err, output_bytes),
+            timed_out=self.late,
+            cut=max(len(out), len(err)) > output_bytes,
+            session_lost=self.session_lost,
+        )
+
+
+LATE = CommandEnd(124, late=True)
+"""Of a command that was killed and did not answer."""
+GRACE_SECONDS = 1.0
+"""For a session's shell to notice that what it waited for was killed, before it is killed too."""
+
+
+class FrozenCut(NamedTuple):
+    """What a checkpoint knows of the instant that it was taken in.
+
+    Attributes:
+        seconds: that the sandbox stood still.
+        held: files that it had open.
+    """
+
+    seconds: float
     held: tuple[OpenFile, ...] = ()
 
 
@@ -402,9 +447,11 @@ class ContainerRuntime(ABC):
             UnknownSandbox: it does not run.
         """
 
-    async def _in_thread(self, function: Callable[..., _T], *arguments: object) -> _T:
+    async def _in_thread(
+        self, function: Callable[..., _T], *arguments: object, **named: object
+    ) -> _T:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(function, *arguments))
+        return await loop.run_in_executor(self._threads, partial(function, *arguments, **named))
 
     # --- checkpoints -------------------------------------------------------------------------
 
@@ -415,14 +462,14 @@ class ContainerRuntime(ABC):
         started = time.monotonic()
         cut = self._name(handle.key)
         try:
-            frozen, held = await self._cut(handle.key, kind, cut)
+            frozen = await self._cut(handle.key, kind, cut)
             files = processes = None
             if kind.has_files:
-                await self._volume.pack(cut, into / FILES, held)
+                await self._volume.pack(cut, into / FILES, frozen.held)
                 files = _part(into / FILES)
             if kind.has_processes:
                 images = self._home(handle.key) / "images"
-                write_held(images, held)
+                write_held(images, frozen.held)
                 await pack_images(self.parts.path, images, into / PROCESSES)
                 processes = _part(into / PROCESSES)
         except BaseException:  # also when cancelled: half a checkpoint is none
@@ -431,14 +478,13 @@ class ContainerRuntime(ABC):
             raise
         finally:
             await self._volume.remove(cut)
-        return CheckpointParts(record.spec, files, processes, frozen, time.monotonic() - started)
+        return CheckpointParts(
+            record.spec, files, processes, frozen.seconds, time.monotonic() - started
+        )
 
     @abstractmethod
-    async def _cut(self, key: str, kind: Kind, cut: str) -> tuple[float, tuple[OpenFile, ...]]:
+    async def _cut(self, key: str, kind: Kind, cut: str) -> FrozenCut:
         """Save into a cut and the folder ``images`` of its home, in the same frozen instant.
-
-        Returns:
-            The seconds that it stood still, and the files that it had open.
 
         Raises:
             CannotCheckpoint: something cannot be saved.

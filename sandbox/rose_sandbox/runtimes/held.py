@@ -47,13 +47,19 @@ def held_by(pids: Iterable[int], upper: Path) -> tuple[OpenFile, ...]:
     for pid in pids:
         with suppress(OSError):  # it has ended
             for entry in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(OSError, ValueError):
-                    path = str(entry.readlink())
-                    status = (upper / path.lstrip("/")).lstat()
-                    # One of several names is made by the archive, as a link to another.
-                    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-                        found.add(OpenFile(status.st_ino, path))
-    return tuple(sorted(found))
+                found.add(_open_file(entry, upper))
+    return tuple(sorted(one for one in found if one is not None))
+
+
+def _open_file(descriptor: Path, upper: Path) -> OpenFile | None:
+    """What a descriptor is open on; None: no file of the sandbox with one name."""
+    with suppress(OSError, ValueError):
+        path = str(descriptor.readlink())
+        status = (upper / path.lstrip("/")).lstat()
+        # One of several names is made by the archive, as a link to another.
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            return OpenFile(status.st_ino, path)
+    return None
 
 
 def write_held(folder: Path, held: Iterable[OpenFile]) -> None:

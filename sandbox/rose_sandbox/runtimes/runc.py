@@ -32,9 +32,15 @@ from rose_sandbox.errors import (
     UnknownSandbox,
 )
 from rose_sandbox.runtimes import inside, kernel, oci
-from rose_sandbox.runtimes.container import ContainerRuntime
+from rose_sandbox.runtimes.container import (
+    GRACE_SECONDS,
+    LATE,
+    CommandEnd,
+    ContainerRuntime,
+    FrozenCut,
+)
 from rose_sandbox.runtimes.files import is_gone, look, put, read, runner_of, write
-from rose_sandbox.runtimes.held import OpenFile, held_by
+from rose_sandbox.runtimes.held import held_by
 from rose_sandbox.runtimes.parts import PROGRAMS
 from rose_sandbox.runtimes.processes import (
     POLL_SECONDS,
@@ -56,17 +62,16 @@ from rose_sandbox.runtimes.runtime import (
     Kind,
     SandboxSpec,
     check_command,
-    cut_output,
 )
 from rose_wire.cgroups import signal_all, text_of
 
 START_SECONDS = 20.0
 """Until the first process of a sandbox listens; it takes milliseconds on a free machine."""
-GRACE_SECONDS = 1.0
-"""For a session's shell to notice that what it waited for was killed, before it is killed too."""
 LOOKS = 8
 """At what a command has started. What stands still starts nothing, so only one that lives on, a
 session's shell, can go on past them; it is asked anew until the command has ended."""
+LOOKS_PER_RUNNER = 16
+"""A runner that was killed answers nothing; whether it lives costs a walk over ``/proc``."""
 SETTLE_TRIES = 250
 """Half a second on a busy machine; a runner that has answered ends within its next slice."""
 
@@ -109,6 +114,18 @@ class _Asked:
     number: str
     session: str | None
     begun: int
+
+
+def _end_of(root: int, asked: _Asked, *, also_runner: bool) -> CommandEnd | None:
+    """How a command ended, by its runner or, if that is asked, by its absence; None: it runs."""
+    answer = look(root, f"{asked.number}.rc")
+    if answer is not None and answer.endswith(b"\n"):
+        code, _, rest = answer.decode().strip().partition(" ")
+        return CommandEnd(int(code), session_lost=rest == "lost")
+    # A runner may have answered and gone since, so its answer is looked for once more.
+    if also_runner and is_gone(root, asked.number) and look(root, f"{asked.number}.rc") is None:
+        return CommandEnd(137, session_lost=asked.session is not None)
+    return None
 
 
 class RuncRuntime(ContainerRuntime):
@@ -230,7 +247,7 @@ class RuncRuntime(ContainerRuntime):
             asked = _Asked(handle.key, number, session, begun)
             try:
                 await whole(self._in_thread(self._ask, root, number, command, session))
-                code, lost, late = await self._ended(asked, root, within)
+                end = await self._ended(asked, root, within)
             except asyncio.CancelledError:
                 await whole(self._give_up(asked))
                 raise
@@ -238,36 +255,23 @@ class RuncRuntime(ContainerRuntime):
             err = await self._in_thread(look, root, f"{number}.err")
             await self._in_thread(self._settle, handle.key, root, number)
             await self._in_thread(self._tidy, handle.key, root, number)
-        return ExecResult(
-            124 if late else code,
-            cut_output(out or b"", output_bytes),
-            cut_output(err or b"", output_bytes),
-            timed_out=late,
-            cut=max(len(out or b""), len(err or b"")) > output_bytes,
-            session_lost=lost,
-        )
+        return end.result(out or b"", err or b"", output_bytes)
 
-    async def _ended(self, asked: _Asked, root: int, within: float) -> tuple[int, bool, bool]:
-        """How a command ended: its code, whether its session is lost, whether it was too late."""
-        number, session = asked.number, asked.session
+    async def _ended(self, asked: _Asked, root: int, within: float) -> CommandEnd:
+        """Wait for a command's end, which comes at the latest soon after ``within`` seconds."""
         ends, killed = time.monotonic() + within, 0.0
         for turn, pause in enumerate(pauses()):
-            answer = await self._in_thread(look, root, f"{number}.rc")
-            if answer is not None and answer.endswith(b"\n"):
-                code, _, rest = answer.decode().strip().partition(" ")
-                return int(code), rest == "lost", killed > 0
-            if turn % 16 == 15 and await self._in_thread(is_gone, root, number):
-                # The runner was killed, and says nothing.
-                answer = await self._in_thread(look, root, f"{number}.rc")
-                if answer is None:
-                    return 137, session is not None, killed > 0
+            also_runner = turn % LOOKS_PER_RUNNER == LOOKS_PER_RUNNER - 1
+            end = await self._in_thread(_end_of, root, asked, also_runner=also_runner)
+            if end is not None:
+                return end._replace(late=killed > 0)
             now = time.monotonic()
             if now >= ends:
                 killed = killed or now
-                hard = session is None or now > killed + GRACE_SECONDS
-                runs = await self._in_thread(self._kill, asked, root, hard)
-                if session is None or not runs:
-                    return 124, False, True
+                hard = asked.session is None or now > killed + GRACE_SECONDS
+                runs = await self._in_thread(self._kill, asked, root, hard=hard)
+                if asked.session is None or not runs:
+                    return LATE
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
 
@@ -293,8 +297,8 @@ class RuncRuntime(ContainerRuntime):
         finally:
             os.close(door)
 
-    def _kill(self, asked: _Asked, root: int, hard: bool) -> bool:
-        """What a command's runner started since; ``hard``: the runner itself too.
+    def _kill(self, asked: _Asked, root: int, *, hard: bool) -> bool:
+        """Kill what a command's runner started since; ``hard``: the runner itself too.
 
         Returns:
             False: it has no runner, as where no more processes are allowed, and never runs.
@@ -414,12 +418,7 @@ class RuncRuntime(ContainerRuntime):
 
     # --- checkpoints -------------------------------------------------------------------------
 
-    async def _cut(self, key: str, kind: Kind, cut: str) -> tuple[float, tuple[OpenFile, ...]]:
-        """Save into a cut and the folder ``images``.
-
-        Returns:
-            The seconds that it stood still, and the files that it had open.
-        """
+    async def _cut(self, key: str, kind: Kind, cut: str) -> FrozenCut:
         home = self._home(key)
         images, work = home / "images", home / "dump"
         await self._clear(images, work)
@@ -442,7 +441,7 @@ class RuncRuntime(ContainerRuntime):
                     undumpable(reasons) if reasons else "runtime",
                     f"sandbox {key} cannot be saved: {reasons or error}",
                 ) from error
-            return time.monotonic() - started, held
+            return FrozenCut(time.monotonic() - started, held)
 
     @asynccontextmanager
     async def _frozen(self, key: str) -> AsyncIterator[None]:

@@ -34,8 +34,13 @@ from rose_sandbox.errors import (
 )
 from rose_sandbox.runtimes import files, oci
 from rose_sandbox.runtimes.channel import ANSWER_SECONDS, FROM, TO, Channel, Silent
-from rose_sandbox.runtimes.container import ContainerRuntime
-from rose_sandbox.runtimes.held import OpenFile
+from rose_sandbox.runtimes.container import (
+    GRACE_SECONDS,
+    LATE,
+    CommandEnd,
+    ContainerRuntime,
+    FrozenCut,
+)
 from rose_sandbox.runtimes.kernel import FIRST_ID
 from rose_sandbox.runtimes.parts import GVISOR, Parts
 from rose_sandbox.runtimes.processes import pauses
@@ -48,14 +53,11 @@ from rose_sandbox.runtimes.runtime import (
     Kind,
     SandboxSpec,
     check_command,
-    cut_output,
 )
 from rose_sandbox.runtimes.served import SHORT
 from rose_sandbox.runtimes.volume import VOLUME_BYTES
 from rose_wire.cgroups import text_of
 
-GRACE_SECONDS = 1.0
-"""For a session's shell to notice that what it waited for was killed, before it is killed too."""
 STREAM_BYTES = oci.RUN_BYTES
 """Of a command's output: what has room where it lies."""
 _FLAGS = (
@@ -229,7 +231,7 @@ class RunscRuntime(ContainerRuntime):
                     "the sandbox takes no commands (/run/rose); what ran in it broke or filled "
                     "that folder: go back to an earlier turn, or end it"
                 )
-            code, lost, late = await self._ended(channel, number, within, session)
+            end = await self._ended(channel, number, within, session)
         except asyncio.CancelledError:
             await whole(self._give_up(channel, number, session))
             raise
@@ -237,43 +239,33 @@ class RunscRuntime(ContainerRuntime):
             out, err = [await self._stream(channel, f"{number}.{one}") for one in ("out", "err")]
             await channel.ask("drop", number)
         except Silent:
-            if not late:
+            if not end.late:
                 raise
             out = err = b""  # it has no process left to look with: the command took them all
-        return ExecResult(
-            code,
-            cut_output(out, output_bytes),
-            cut_output(err, output_bytes),
-            timed_out=late,
-            cut=max(len(out), len(err)) > output_bytes,
-            session_lost=lost,
-        )
+        return end.result(out, err, output_bytes)
 
     async def _ended(
         self, channel: Channel, number: str, within: float, session: str | None
-    ) -> tuple[int, bool, bool]:
-        """How a command ended: its code, whether its session is lost, whether it was too late."""
+    ) -> CommandEnd:
+        """Wait for a command's end, which comes at the latest soon after ``within`` seconds."""
         ends, killed = time.monotonic() + within, 0.0
         for pause in pauses():
             try:
                 status, output = await channel.ask("look", number, within=_left(ends))
             except Silent:
-                return 124, False, True
+                return LATE
             if status == "done":
                 code, _, rest = output.decode().strip().partition(" ")
-                late = killed > 0
-                return (124 if late else int(code)), rest == "lost", late
+                return CommandEnd(int(code), rest == "lost", killed > 0)
             if status == "gone":  # killed: it says nothing
-                return (124 if killed else 137), session is not None, killed > 0
+                return CommandEnd(137, session is not None, killed > 0)
             now = time.monotonic()
             if now >= ends:
                 killed = killed or now
                 hard = session is None or now > killed + GRACE_SECONDS
-                status = ""
-                with suppress(Silent):
-                    status, _ = await channel.ask("kill", number, "hard" if hard else "")
-                if session is None or status == "none":
-                    return 124, False, True
+                runs = await _kill(channel, number, hard=hard)
+                if session is None or not runs:
+                    return LATE
             await asyncio.sleep(pause)
         raise AssertionError("pauses never end")
 
@@ -343,15 +335,13 @@ class RunscRuntime(ContainerRuntime):
 
     # --- checkpoints ------------------------------------------------------------------------
 
-    async def _cut(self, key: str, kind: Kind, cut: str) -> tuple[float, tuple[OpenFile, ...]]:
+    async def _cut(self, key: str, kind: Kind, cut: str) -> FrozenCut:
         try:
             return await self._cut_apart(key, kind, cut)
         finally:
             await self._channel(key).ask("hello")
 
-    async def _cut_apart(
-        self, key: str, kind: Kind, cut: str
-    ) -> tuple[float, tuple[OpenFile, ...]]:
+    async def _cut_apart(self, key: str, kind: Kind, cut: str) -> FrozenCut:
         images = self._home(key) / "images"
         await self._clear(images)
         # Connections to the host could not be given back.
@@ -378,7 +368,7 @@ class RunscRuntime(ContainerRuntime):
                     "host with --runtime runc may save such a one",
                 ) from error
             # Inode numbers are gVisor's own, which its image has.
-            return time.monotonic() - started, ()
+            return FrozenCut(time.monotonic() - started)
 
     @asynccontextmanager
     async def _paused(self, key: str) -> AsyncIterator[None]:
@@ -394,6 +384,14 @@ def _path(path: str) -> bytes:
     if b"\0" in data:
         raise BadPath(f"{path!r} has a zero byte")
     return data + b"\0"
+
+
+async def _kill(channel: Channel, number: str, *, hard: bool) -> bool:
+    """Kill what a command's runner started; ``hard``: the runner too. False: it has none."""
+    with suppress(Silent):
+        status, _ = await channel.ask("kill", number, "hard" if hard else "")
+        return status != "none"
+    return True
 
 
 def _left(ends: float) -> float:
