@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.record import Figure, figure, record
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, State, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES
@@ -86,7 +87,9 @@ async def commits(engine: RealEngine, state: State, share: float, rounds: int) -
             await control.commit(str(version))
             for number in range(1, rounds + 1):
                 new = {
-                    key: (dtype, shape, np.where(draw.random(bits.size) < share, bits ^ 1, bits))
+                    key: StoredTensor(
+                        dtype, shape, np.where(draw.random(bits.size) < share, bits ^ 1, bits)
+                    )
                     for key, (dtype, shape, bits) in state.items()
                 }
                 target = WeightVersion("bench", version.incarnation, number)

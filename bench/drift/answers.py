@@ -20,6 +20,7 @@ import torch
 
 from bench.drift.trained import State, build
 from rose_core.delta.probe import PROMPT, Answer
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State as Stored
 from rose_dev.engine_testing import start_engine, write_bundle
@@ -218,7 +219,7 @@ async def _ask(url: str, control: Path, bundle: Path, version: str) -> Answer:
 
 def _bits(state: State) -> Stored:
     return {
-        name: (
+        name: StoredTensor(
             "BF16",
             tuple(tensor.shape),
             tensor.contiguous().view(torch.int16).numpy().view("u2").ravel(),

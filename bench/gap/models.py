@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from rose_core.delta.bits import Bits
+from rose_core.delta.safetensors import StoredTensor
 from rose_dev.engine_testing import State
 from rose_dev.models import TINY, Recipe
-from rose_engines.tensors.safetensors import StoredTensor, read_checkpoint
+from rose_engines.tensors.safetensors import read_checkpoint
 
 _WIDE = replace(TINY, head_size=64, vocabulary=4096, context=4096, tied=True)
 SIZES: dict[str, Recipe] = {
@@ -29,7 +30,7 @@ SIZES: dict[str, Recipe] = {
 def changed(name: str, stored: StoredTensor, share: float) -> StoredTensor:
     """The tensor with this share of its elements moved to a neighbouring value."""
     dtype, shape, bits = stored
-    return dtype, shape, bits ^ _chosen(name, bits.size, share)
+    return StoredTensor(dtype, shape, bits ^ _chosen(name, bits.size, share))
 
 
 def _chosen(name: str, size: int, share: float) -> Bits:
@@ -54,4 +55,4 @@ def states(folder: Path, share: float) -> tuple[State, State]:
 
 def elements(folder: Path) -> int:
     """Number of weights."""
-    return sum(math.prod(stored[1]) for stored in read_checkpoint(folder).values())
+    return sum(math.prod(stored.shape) for stored in read_checkpoint(folder).values())

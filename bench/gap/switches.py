@@ -20,10 +20,11 @@ import torch
 
 from bench.gap import loaders
 from bench.gap.models import pairs, states
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, write_bundle
 from rose_engines.tensors.canonical import host_tensors
-from rose_engines.tensors.safetensors import StoredTensor, write_file
+from rose_engines.tensors.safetensors import write_file
 from rose_engines.weights.control import ControlClient
 
 

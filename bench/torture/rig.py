@@ -23,6 +23,7 @@ import numpy as np
 from bench.torture.process import Process, Violation, until
 from rose_agent.weightsync.decide import Engine, name_of
 from rose_core.delta.digest import digest_run, total
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import EngineSpec, WeightSource
@@ -167,7 +168,10 @@ class TortureRig:
         bits = synthetic.first()
         write_safetensors(
             model / "model.safetensors",
-            {spec.name: (spec.dtype, spec.shape, bits[spec.name]) for spec in synthetic.SPECS},
+            {
+                spec.name: StoredTensor(spec.dtype, spec.shape, bits[spec.name])
+                for spec in synthetic.SPECS
+            },
         )
         self._holder.start()
         order = EnsureEngine(

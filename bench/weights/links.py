@@ -25,6 +25,7 @@ import numpy as np
 from bench.weights.generator import COLUMNS, ROWS, reference
 from bench.weights.plane import RECEIVERS, Served, served
 from rose_core.delta import Builder, Manifest, TensorSpec, name_of, table
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_engines.tensors.canonical import host_tensors
 from rose_engines.weights.live import commit, digest_live
@@ -190,7 +191,7 @@ def _receiver(folder: Path, run: str, source: str, name: str) -> Iterator[subpro
 async def receive(folder: Path, run: str, source: str, name: str) -> None:
     """Follow a run from its first version to the next, as an engine on the host does."""
     bits = np.load(folder / f"{run}.npy")
-    live = host_tensors({TENSOR: ("BF16", (ROWS, COLUMNS), bits)})
+    live = host_tensors({TENSOR: StoredTensor("BF16", (ROWS, COLUMNS), bits)})
     digest = digest_live(live)
     pulled = folder / f"{run}-{name}"
     async with WeightsClient(source, holder=name) as client:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from bench.gap.models import SIZES, states
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import State, start_engine, state_of, write_bundle
@@ -73,7 +74,7 @@ def stand_in() -> dict[str, Any]:
     recipe = SIZES["tiny"]
     before = state_of(recipe)
     after: State = {
-        name: (dtype, shape, bits ^ (bits % 100 == 0))
+        name: StoredTensor(dtype, shape, bits ^ (bits % 100 == 0))
         for name, (dtype, shape, bits) in before.items()
     }
     live = {

@@ -23,6 +23,7 @@ from bench.weights.generator import COLUMNS, ROWS, reference
 from bench.weights.ours import KIND, wire_bytes
 from rose_core.delta import Builder, Manifest, TensorSpec, name_of, table
 from rose_core.delta.bits import Bits
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_dev.pki import Authority
 from rose_engines.tensors.canonical import host_tensors
@@ -163,7 +164,7 @@ class _Receiver:
         self.client = WeightsClient(address, holder=folder.name)
         self._folder = folder
         shape = (ROWS, COLUMNS)
-        self._live = host_tensors({"w.gate_proj.weight": ("BF16", shape, bits.copy())})
+        self._live = host_tensors({"w.gate_proj.weight": StoredTensor("BF16", shape, bits.copy())})
         self.digest = digest_live(self._live)
         self.commits = 0
 

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rose_core.delta.bits import Bits
 from rose_core.delta.build import Builder, TensorSpec, table
 from rose_core.delta.codec import name_of
 from rose_core.delta.manifest import Manifest
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
@@ -321,7 +321,7 @@ def _end_group(process: ProcessHandle) -> None:
     process.wait(30)
 
 
-State = dict[str, tuple[str, tuple[int, ...], Bits]]
+State = dict[str, StoredTensor]
 
 
 def state_of(recipe: Recipe) -> State:
@@ -329,7 +329,7 @@ def state_of(recipe: Recipe) -> State:
     import torch  # noqa: PLC0415  # slow to import, and most tests need none
 
     return {
-        name: (
+        name: StoredTensor(
             "BF16",
             tuple(tensor.shape),
             tensor.view(torch.int16).numpy().view(np.uint16).ravel(),

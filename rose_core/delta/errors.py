@@ -1,6 +1,7 @@
 """Exceptions of the weight format.
 
 DeltaError
+├── HeaderError       a file of tensors whose header cannot be
 ├── ManifestError     a manifest that contradicts itself or the format
 ├── BlockError        a block whose bytes are not what the manifest says
 ├── DigestMismatch    weights that do not have the digest the manifest states
@@ -10,6 +11,10 @@ DeltaError
 
 class DeltaError(Exception):
     """Base of everything ``rose_core.delta`` raises."""
+
+
+class HeaderError(DeltaError):
+    """A file that is no safetensors file, or a damaged one; fetch it again."""
 
 
 class ManifestError(DeltaError):

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from rose_core.adapters import TARGETS
+from rose_core.delta.safetensors import StoredTensor
 from rose_dev.engine_testing import RealEngine, State
 from rose_dev.models import make_named
 from rose_trainer.lora import Adapter
@@ -46,7 +47,7 @@ def trained(folder: Path, seed: int, **settings: Any) -> Any:  # noqa: ANN401  #
 def state(adapter: Adapter, model: Any) -> State:  # noqa: ANN401  # of PEFT
     """The adapter as a version's tensors."""
     return {
-        name: (
+        name: StoredTensor(
             _WORDS[tensor.dtype],
             tuple(tensor.shape),
             tensor.numpy().view(f"u{tensor.element_size()}").ravel(),

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rose_core.delta.safetensors import StoredTensor
 from rose_dev.engine_testing import State
 
 
@@ -13,13 +14,14 @@ def random_state(seed: int = 0) -> State:
     """A matrix that is cut into tiles along its columns, one along its rows, and a vector."""
     draw = np.random.default_rng(seed)
 
-    def bits(*shape: int) -> tuple[str, tuple[int, ...], np.ndarray]:
-        return "BF16", shape, draw.integers(0, 1 << 16, int(np.prod(shape)), dtype=np.uint16)
+    def drawn(*shape: int) -> StoredTensor:
+        bits = draw.integers(0, 1 << 16, int(np.prod(shape)), dtype=np.uint16)
+        return StoredTensor("BF16", shape, bits)
 
     return {
-        "a.down_proj.weight": bits(256, 1024),
-        "a.q_proj.weight": bits(1024, 256),
-        "a.norm.weight": bits(96),
+        "a.down_proj.weight": drawn(256, 1024),
+        "a.q_proj.weight": drawn(1024, 256),
+        "a.norm.weight": drawn(96),
     }
 
 
@@ -27,7 +29,9 @@ def step(state: State, share: float, seed: int = 1) -> State:
     """The state with a share of its elements changed."""
     draw = np.random.default_rng(seed)
     return {
-        name: (dtype, shape, np.where(draw.random(bits.size) < share, bits + 1, bits).astype("<u2"))
+        name: StoredTensor(
+            dtype, shape, np.where(draw.random(bits.size) < share, bits + 1, bits).astype("<u2")
+        )
         for name, (dtype, shape, bits) in state.items()
     }
 

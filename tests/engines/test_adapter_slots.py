@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines.tensors.canonical import Live, host_tensors
@@ -36,7 +37,7 @@ NAME = "base_model.model.layers.0.q_proj.lora_A.weight"
 
 
 def state(value: int) -> State:
-    return {NAME: ("F32", (4, 8), np.full(32, value, "<u4"))}
+    return {NAME: StoredTensor("F32", (4, 8), np.full(32, value, "<u4"))}
 
 
 @dataclass

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_core.telemetry.dialects import samples
 from rose_dev.engine_testing import PermitHolder, RealEngine, State, write_bundle
@@ -213,7 +214,7 @@ async def test_a_commit_over_the_socket_changes_weights_digest_and_spans(
     async with await ControlClient.connect(engine.control) as control:
         await control.export(tmp_path / "old")
         old: State = dict(read_file(tmp_path / "old"))
-        new = {name: (d, s, bits ^ 1) for name, (d, s, bits) in old.items()}
+        new = {name: StoredTensor(d, s, bits ^ 1) for name, (d, s, bits) in old.items()}
         target = WeightVersion("contract", 1, 1)
         manifest = write_bundle(tmp_path / "b", target, new, (WeightVersion("contract", 1, 0), old))
         assert (await control.stage(tmp_path / "b")).base == (await control.attest()).digest

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from rose_core.delta.safetensors import StoredTensor
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.tensors.canonical import Live
 from rose_engines.tensors.layout import derive, renewals
 from rose_engines.tensors.parameters import live_tensors
-from rose_engines.tensors.safetensors import StoredTensor
 
 NAME = "kv_b_proj.weight"
 BITS = np.arange(1, 17, dtype=np.uint16)
-CHECKPOINT: dict[str, StoredTensor] = {NAME: ("BF16", (4, 4), BITS)}
+CHECKPOINT: dict[str, StoredTensor] = {NAME: StoredTensor("BF16", (4, 4), BITS)}
 
 
 def _out(table: torch.Tensor, made: torch.Tensor) -> None:
@@ -169,7 +169,7 @@ class Shifted(torch.nn.Module):
 
 def test_what_a_module_can_renew_follows_a_commit_and_its_undo_at_the_same_address() -> None:
     model, bits = Shifted(), np.full(16, 0x3F80, np.uint16)  # 1.0
-    checkpoint: dict[str, StoredTensor] = {"weight": ("BF16", (16,), bits)}
+    checkpoint: dict[str, StoredTensor] = {"weight": StoredTensor("BF16", (16,), bits)}
     model.load_weights([("", torch.ones(16))])
     named, address = dict(model.named_parameters()), model.gemma_weight.data_ptr()
     boxes = derive(model, named, checkpoint)
@@ -221,7 +221,7 @@ def attention(how: str) -> tuple[Attention, dict[str, StoredTensor]]:
     model = Attention(how)
     given = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16).view(shape)
     model.load_weights([("", given)])
-    return model, {NAME: ("BF16", shape, bits)}
+    return model, {NAME: StoredTensor("BF16", shape, bits)}
 
 
 @pytest.mark.parametrize("how", ["copies", "rebinds"])

@@ -11,6 +11,7 @@ import pytest
 from rose_core.delta import Builder, Codec, name_of
 from rose_core.delta.digest import Digest, to_bytes, total
 from rose_core.delta.manifest import Manifest
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines.errors import BrokenWeights, CommitRefused
@@ -25,7 +26,7 @@ V0, V1, V2 = (WeightVersion("run", 1, n) for n in range(3))
 
 
 def engine(state: State) -> Live:
-    return host_tensors({name: (d, s, bits.copy()) for name, (d, s, bits) in state.items()})
+    return host_tensors({name: one._replace(bits=one.bits.copy()) for name, one in state.items()})
 
 
 def equal(live: Live, state: State) -> bool:
@@ -41,7 +42,9 @@ def rewrite(bundle: Path, **fields: object) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
 def test_delta_makes_the_new_state(tmp_path: Path, old: State, share: float) -> None:
     new = {
-        name: (d, s, np.where(np.arange(b.size) < share * b.size, b ^ 5, b).astype(b.dtype))
+        name: StoredTensor(
+            d, s, np.where(np.arange(b.size) < share * b.size, b ^ 5, b).astype(b.dtype)
+        )
         for name, (d, s, b) in old.items()
     }
     manifest = write_bundle(tmp_path / "b", V1, new, (V0, old))
@@ -195,11 +198,14 @@ def test_other_model_is_refused_by_name(
     state = dict(old)
     dtype, shape, bits = state.pop("a.norm.weight")
     if how == "shape":
-        state["a.norm.weight"] = (dtype, (2, *shape[:-1], shape[-1] // 2), bits)
+        state["a.norm.weight"] = StoredTensor(dtype, (2, *shape[:-1], shape[-1] // 2), bits)
     elif how == "dtype":
-        state["a.norm.weight"] = ("F16", shape, bits)
+        state["a.norm.weight"] = StoredTensor("F16", shape, bits)
     elif how == "extra":
-        state |= {"a.norm.weight": (dtype, shape, bits), "b.weight": (dtype, shape, bits)}
+        state |= {
+            "a.norm.weight": StoredTensor(dtype, shape, bits),
+            "b.weight": StoredTensor(dtype, shape, bits),
+        }
     live = engine(state)
     with pytest.raises(CommitRefused, match=rf"Layout.*{'b' if how == 'extra' else 'a.norm'}"):
         stage(tmp_path / "b", live, digest_live(live))

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from rose_core.delta.digest import digest_run
+from rose_core.delta.safetensors import StoredTensor
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.tensors.canonical import LiveTensor, host_tensors
 from rose_engines.tensors.layout import read_live
 from rose_engines.tensors.made import Making, Trace
 from rose_engines.tensors.recorder import Recorder
-from rose_engines.tensors.safetensors import StoredTensor, write_file
+from rose_engines.tensors.safetensors import write_file
 from rose_engines.weights.memory import reload_weights
 
 Checkpoint = dict[str, StoredTensor]
@@ -29,7 +30,7 @@ def stored(tensors: dict[str, torch.Tensor]) -> Checkpoint:
     for name, tensor in tensors.items():
         word, integers, unsigned = words[tensor.dtype]
         bits = tensor.reshape(-1).view(integers).numpy().view(unsigned)
-        found[name] = (word, tuple(tensor.shape), bits)
+        found[name] = StoredTensor(word, tuple(tensor.shape), bits)
     return found
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from rose_core.delta.bits import Bits
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.tensors.canonical import HostTensor, Live
-from rose_engines.tensors.safetensors import StoredTensor
 from rose_engines.tensors.slices import Box, SlicedTensor
 from rose_engines.weights.calls import (
     Abort,

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from rose_core.delta.digest import digest_run
+from rose_core.delta.safetensors import StoredTensor
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.tensors import parameters
 from rose_engines.tensors.canonical import LiveTensor
 from rose_engines.tensors.layout import check_placed, derive
 from rose_engines.tensors.parameters import DeviceTensor
-from rose_engines.tensors.safetensors import StoredTensor
 from rose_engines.tensors.slices import Box
 from rose_engines.weights.fused_scatter import Staged, fuse
 
@@ -42,7 +42,7 @@ def checkpoint() -> dict[str, torch.Tensor]:
 
 def stored(tensors: dict[str, torch.Tensor]) -> dict[str, StoredTensor]:
     return {
-        name: (
+        name: StoredTensor(
             "BF16",
             tuple(tensor.shape),
             tensor.contiguous().view(torch.int16).numpy().view(np.uint16).ravel(),

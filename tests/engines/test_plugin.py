@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import write_bundle
 from rose_engines.errors import UnsupportedEngine
@@ -271,7 +272,7 @@ async def test_commit_moves_labels_and_cache_keys(tmp_path: Path, scheduler: Sch
     scheduler.grammar_manager.grammar_queue = [compiling]
 
     old = read_checkpoint(tmp_path / "model")
-    new = {name: (dtype, shape, bits ^ 1) for name, (dtype, shape, bits) in old.items()}
+    new = {name: StoredTensor(dtype, shape, bits ^ 1) for name, (dtype, shape, bits) in old.items()}
     versions = [WeightVersion("run", 1, n) for n in range(2)]
     write_bundle(tmp_path / "bundle", versions[1], new, (versions[0], old))
     session = hooks._session

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from rose_core.adapters import BASE, SCALE, TARGETS
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine, write_bundle
@@ -148,13 +149,13 @@ async def test_another_base_and_another_rank_are_refused_before_anything_is_writ
 ) -> None:
     good = state(Adapter(folder, torch.float32), trained(folder, 5))
     before = (await control.attest()).digest
-    other = {**good, BASE: ("I64", (2,), good[BASE][2] ^ np.uint64(1))}
+    other = {**good, BASE: StoredTensor("I64", (2,), good[BASE].bits ^ np.uint64(1))}
     write_bundle(tmp_path / "base", WeightVersion("other", 1, 0), other)
     with pytest.raises(CommitRefused, match="for the base with digest"):
         await control.stage(tmp_path / "base")
     name = next(name for name in good if ".lora_A." in name)
     dtype, (rank, width), bits = good[name]
-    small = {**good, name: (dtype, (rank - 1, width), bits[: (rank - 1) * width])}
+    small = {**good, name: StoredTensor(dtype, (rank - 1, width), bits[: (rank - 1) * width])}
     write_bundle(tmp_path / "rank", WeightVersion("other", 1, 0), small)
     with pytest.raises(CommitRefused, match="Layout"):
         await control.stage(tmp_path / "rank")

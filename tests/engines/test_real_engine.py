@@ -20,6 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.requests.logprobs import SCALE
 from rose_dev.engine_testing import RealEngine, State, state_of, write_bundle
@@ -112,7 +113,9 @@ def nudged(state: State, share: float) -> State:
     moved = {}
     for name, (dtype, shape, bits) in state.items():
         chosen = draw.random(bits.size) < share
-        moved[name] = (dtype, shape, np.where(chosen, bits ^ 1, bits).astype(bits.dtype))
+        moved[name] = StoredTensor(
+            dtype, shape, np.where(chosen, bits ^ 1, bits).astype(bits.dtype)
+        )
     return moved
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.models import RECIPES, successors
@@ -46,7 +47,7 @@ async def test_two_ranks_commit_at_one_boundary_and_hold_what_was_published(
     old, other = state_of(PEAKED), state_of(OTHER)
     draw = np.random.default_rng(3)
     sparse = {
-        name: (dtype, shape, np.where(draw.random(bits.size) < 0.02, bits ^ 1, bits))
+        name: StoredTensor(dtype, shape, np.where(draw.random(bits.size) < 0.02, bits ^ 1, bits))
         for name, (dtype, shape, bits) in other.items()
     }
     write_bundle(tmp_path / "1", V1, old)

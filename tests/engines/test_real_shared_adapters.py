@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from rose_core.adapters import BASE, SCALE, TARGETS
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import BASE_LABEL, WeightVersion
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_dev.engine_testing import RealEngine, State, start_engine, write_bundle
@@ -224,7 +225,7 @@ async def test_a_bundle_of_another_run_and_another_rank_are_refused(
             await control.stage(tmp_path / "b")
         name = next(name for name in bits if ".lora_A." in name)
         dtype, (rank, width), flat = bits[name]
-        small = {**bits, name: (dtype, (rank - 1, width), flat[: (rank - 1) * width])}
+        small = {**bits, name: StoredTensor(dtype, (rank - 1, width), flat[: (rank - 1) * width])}
         write_bundle(tmp_path / "rank", WeightVersion("run-2", 1, 7), small)
         with pytest.raises(CommitRefused, match="Layout"):
             await control.stage(tmp_path / "rank")

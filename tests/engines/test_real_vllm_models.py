@@ -43,7 +43,9 @@ async def test_a_commit_is_what_a_fresh_load_would_be(tmp_path: Path) -> None:
     The output matrix of this model is its embedding matrix, in vLLM one parameter.
     """
     model = make_model(TIED)
-    old: State = {key: (*one[:2], one[2].copy()) for key, one in read_checkpoint(model).items()}
+    old: State = {
+        key: one._replace(bits=one.bits.copy()) for key, one in read_checkpoint(model).items()
+    }
     new, prompt = nudged(old, 0.1), [104, 101, 7, 250, 33, 9]
     manifest = write_bundle(tmp_path / "b", SECOND, new, (FIRST, old))
     with start_vllm(tmp_path, model, version=str(FIRST)) as engine:

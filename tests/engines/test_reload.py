@@ -37,7 +37,7 @@ class Loader:
         if self.failures and (problem := self.failures.pop(0)):
             return problem
         stored = read_checkpoint(path)
-        self.held = {name: (k, shape, bits.copy()) for name, (k, shape, bits) in stored.items()}
+        self.held = {name: one._replace(bits=one.bits.copy()) for name, one in stored.items()}
         return None
 
 

@@ -59,6 +59,7 @@ def header(**entry: object) -> bytes:
 @pytest.mark.parametrize(
     "content",
     [
+        b"",
         b"x" * 3,
         b"\xff" * 64,
         (200).to_bytes(8, "little") + b"{}",
@@ -70,7 +71,7 @@ def header(**entry: object) -> bytes:
         header(shape="x"),
         (2).to_bytes(8, "little") + b"[]",
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_a_damaged_checkpoint_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)

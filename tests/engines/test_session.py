@@ -62,7 +62,9 @@ class Engine:
     def __init__(self, state: State) -> None:
         self.labels: list[str] = []
         self.memory = Memory(state)
-        self.memory.live = host_tensors({n: (d, s, b.copy()) for n, (d, s, b) in state.items()})
+        self.memory.live = host_tensors(
+            {n: one._replace(bits=one.bits.copy()) for n, one in state.items()}
+        )
         self.session = WeightSession(
             self.memory.live, str(V0), set_label=self._label, memory=self.memory
         )

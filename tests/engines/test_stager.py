@@ -28,6 +28,7 @@ from rose_core.delta import loops
 from rose_core.delta.bits import Bits, number_format
 from rose_core.delta.kernels import MemoryLoops, kernels
 from rose_core.delta.loops import RUN
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import State, write_bundle
 from rose_dev.waiting import wait_until
@@ -52,7 +53,7 @@ PATIENCE = 300.0
 
 
 def engine(state: State) -> Live:
-    return host_tensors({name: (d, s, bits.copy()) for name, (d, s, bits) in state.items()})
+    return host_tensors({name: one._replace(bits=one.bits.copy()) for name, one in state.items()})
 
 
 def equal(live: Live, state: State) -> bool:
@@ -353,7 +354,7 @@ def test_memory_is_counted_as_a_rank_fills_it(bundle: Path, old: State) -> None:
 def test_loops_report_memory_that_does_not_keep_its_bits() -> None:
     """Two values for one place: one of them is not there when it is read back."""
     bits = np.zeros(8, np.uint16)
-    memory = HostMemory.of(host_tensors({"t": ("BF16", (8,), bits)}))
+    memory = HostMemory.of(host_tensors({"t": StoredTensor("BF16", (8,), bits)}))
     rows = np.array([[0, 0, 0, 2, 0, -1, 0, 0, 0, loops.VALUES, 1]], np.int64)
     places = np.array([3, 3], np.uint32)
     assert memory.swap(2, rows, places, np.array([1, 2], np.uint16)) == "t"
@@ -377,7 +378,7 @@ def test_threads_swap_every_row_once_and_tell_what_is_not_kept(
     monkeypatch.setattr(host_memory, "_PIECE", 64)
     rows, places = _rows(100, 40)
     bits = np.zeros(3 * len(places), np.uint16)
-    memory = HostMemory.of(host_tensors({"t": ("BF16", (len(bits),), bits)}), threads)
+    memory = HostMemory.of(host_tensors({"t": StoredTensor("BF16", (len(bits),), bits)}), threads)
     given = np.arange(1, len(places) + 1, dtype=np.uint16)
     assert memory.swap(2, rows, places, given) is None
     wanted = np.zeros_like(bits)
@@ -471,7 +472,7 @@ def test_compiled_loops_do_what_they_say_in_python(word: str) -> None:
     found = []
     for compiled in (True, False):
         bits, given, old = start.copy(), reported.copy(), np.zeros_like(reported)
-        memory = HostMemory.of(host_tensors({"t": (word, (40,), bits)}))
+        memory = HostMemory.of(host_tensors({"t": StoredTensor(word, (40,), bits)}))
         sums = np.zeros((2, 4), np.uint64)
         both = (
             kernels().memory

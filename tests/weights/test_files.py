@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import zstandard
 
+from rose_core.delta.safetensors import StoredTensor
 from rose_weights.bundle import Bundle
 from rose_weights.checkpoint import Checkpoint, write_safetensors
 from rose_weights.main import main
@@ -23,7 +24,9 @@ from tests.weights.test_service import start, version
 
 def write_checkpoint(path: Path, model: Model) -> Path:
     path.mkdir(parents=True)
-    state = {spec.name: (spec.dtype, spec.shape, model.state[spec.name]) for spec in SPECS}
+    state = {
+        spec.name: StoredTensor(spec.dtype, spec.shape, model.state[spec.name]) for spec in SPECS
+    }
     write_safetensors(path / "model.safetensors", state)
     return path
 
@@ -85,7 +88,7 @@ def test_a_directory_written_by_its_description_is_published(
     for name, bits in model.state.items():
         xor = np.frombuffer(old.bits(name).tobytes(), np.uint8) ^ bits.view(np.uint8).reshape(-1)
         frame = np.frombuffer(zstandard.compress(xor.tobytes(), 1), np.uint8)
-        frames[name] = ("U8", frame.shape, frame)
+        frames[name] = StoredTensor("U8", frame.shape, frame)
         sums[name] = f"{zlib.adler32(bits.tobytes()):08x}"
     write_safetensors(folder / "model-00000-of-00001.safetensors", frames, sums)
     about = {"version": "000001", "base_version": "000000", "delta_encoding": "xor"}
@@ -123,7 +126,9 @@ def test_another_model_and_an_unknown_kind_are_refused_by_name(
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    write_safetensors(other / "x.safetensors", {"w": ("BF16", (2,), np.zeros(2, np.uint16))})
+    write_safetensors(
+        other / "x.safetensors", {"w": StoredTensor("BF16", (2,), np.zeros(2, np.uint16))}
+    )
     arguments = ["import", str(pair[0]), str(other), "--run", "run", "--out", str(tmp_path / "c")]
     assert main(arguments) == 1
     assert "is another model" in capsys.readouterr().err

@@ -1,29 +1,22 @@
 """Reads and writes Hugging Face checkpoints (safetensors) as bit patterns, without torch.
 
-The format is eight bytes of header length, a JSON header, then the tensors; files are mapped, so
-only what is touched is read. Pickled checkpoints are refused: nothing here executes a file.
+Files are mapped, so only what is touched is read (``rose_core.delta.safetensors`` has the format).
 """
 
 from __future__ import annotations
 
-import json
-import math
-import mmap
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from rose_core.delta import number_format
 from rose_core.delta.bits import Bits
 from rose_core.delta.digest import Digest, digest_run, total
-from rose_core.delta.errors import ManifestError
+from rose_core.delta.errors import HeaderError
+from rose_core.delta.safetensors import Header, StoredTensor, split, write_header
 from rose_weights.errors import Damaged
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_LENGTH = struct.Struct("<Q")
 
 
 class Checkpoint:
@@ -38,9 +31,11 @@ class Checkpoint:
         if not files:
             message = f"{path} holds no *.safetensors; other formats are not read"
             raise Damaged(message)
-        self._tensors: dict[str, tuple[str, tuple[int, ...], Bits]] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         for file in files:
-            self._tensors.update(_read(file))
+            header, body = read_file(file)
+            for name, place in header.places.items():
+                self._tensors[name] = StoredTensor(place.dtype, place.shape, place.bits(body))
 
     def names(self) -> list[str]:
         """Tensor names in order."""
@@ -48,15 +43,15 @@ class Checkpoint:
 
     def dtype(self, name: str) -> str:
         """Element type of a tensor, in safetensors' word."""
-        return self._tensors[name][0]
+        return self._tensors[name].dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        return self._tensors[name][1]
+        return self._tensors[name].shape
 
     def bits(self, name: str) -> Bits:
         """The tensor's bits, flat; a read-only view of the file."""
-        return self._tensors[name][2]
+        return self._tensors[name].bits
 
 
 def digest_of(checkpoint: Checkpoint) -> Digest:
@@ -68,58 +63,31 @@ def digest_of(checkpoint: Checkpoint) -> Digest:
     return total(digest_run(name, 0, np.ascontiguousarray(checkpoint.bits(name))) for name in names)
 
 
-def _read(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...], Bits]]]:
-    header, body = read_header(path)
-    try:
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            first, last = entry["data_offsets"]
-            kind, shape = number_format(entry["dtype"]), tuple(entry["shape"])
-            bits = np.frombuffer(body[first:last], kind.unsigned)
-            yield name, (entry["dtype"], shape, bits.reshape(math.prod(shape)))
-    except (ValueError, KeyError, TypeError, ManifestError) as error:
-        message = f"{path} is no safetensors file: {error}"
-        raise Damaged(message) from error
-
-
-def read_header(path: Path) -> tuple[dict[str, Any], memoryview]:
-    """The JSON header of a safetensors file and its data, mapped.
+def read_file(path: Path) -> tuple[Header, Bits]:
+    """The header of a safetensors file and the bytes behind it, mapped.
 
     Raises:
         Damaged: it is no such file.
     """
     try:
-        with path.open("rb") as file:
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        (length,) = _LENGTH.unpack_from(data)
-        start = _LENGTH.size + length
-        header: dict[str, Any] = dict(json.loads(bytes(data[_LENGTH.size : start])))
-    except (OSError, ValueError, TypeError, struct.error) as error:
+        return split(np.memmap(path, np.uint8, mode="r"))
+    except (OSError, ValueError, HeaderError) as error:
         message = f"{path} is no safetensors file: {error}"
         raise Damaged(message) from error
-    return header, data[start:]
 
 
 def write_safetensors(
     path: Path,
-    tensors: Mapping[str, tuple[str, tuple[int, ...], Bits]],
+    tensors: Mapping[str, StoredTensor],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write tensors (element type, shape, bits) to one file.
+    """Write tensors to one file.
 
     Raises:
         OSError: the disk is full or broken.
     """
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, (dtype, shape, bits) in tensors.items():
-        end = offset + bits.nbytes
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header = write_header(((name, one.dtype, one.shape) for name, one in tensors.items()), metadata)
     with path.open("wb") as file:
-        file.write(_LENGTH.pack(len(text)) + text)
-        for _, _, bits in tensors.values():
-            file.write(np.ascontiguousarray(bits).data)
+        file.write(header)
+        for one in tensors.values():
+            file.write(np.ascontiguousarray(one.bits).data)

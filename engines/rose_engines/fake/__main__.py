@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import BASE_LABEL
 from rose_engines.fake import kvcached
 from rose_engines.fake.device import connect
@@ -120,7 +121,7 @@ def load_weights(model: Path | None) -> Live:
         return {}
     stored = read_checkpoint(model)
     return host_tensors(
-        {k: (kind, shape, bits.copy()) for k, (kind, shape, bits) in stored.items()}
+        {k: StoredTensor(kind, shape, bits.copy()) for k, (kind, shape, bits) in stored.items()}
     )
 
 

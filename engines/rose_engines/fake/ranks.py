@@ -19,9 +19,10 @@ from typing import IO
 
 import numpy as np
 
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.delta.tiles import as_matrix
 from rose_engines.tensors.canonical import HostTensor, LiveTensor
-from rose_engines.tensors.safetensors import StoredTensor, read_checkpoint
+from rose_engines.tensors.safetensors import read_checkpoint
 from rose_engines.tensors.slices import Box, SlicedTensor
 from rose_engines.weights.control import ControlServer
 from rose_engines.weights.multi_rank import MemberSession

@@ -69,7 +69,7 @@ class ReloadSession(WeightSession):
         self._load = load
         self._loaded = self._before = model
         stored = read_checkpoint(model)
-        mirror = {name: (kind, shape, bits.copy()) for name, (kind, shape, bits) in stored.items()}
+        mirror = {name: one._replace(bits=one.bits.copy()) for name, one in stored.items()}
         super().__init__(host_tensors(mirror), version, set_label, wake, stager=stager)
 
     def status(self) -> Status:

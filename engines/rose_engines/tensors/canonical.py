@@ -17,6 +17,7 @@ import numpy as np
 from rose_core.delta.bits import Bits, Indices
 from rose_core.delta.digest import Digest, digest_run
 from rose_core.delta.kernels import kernels
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.delta.tiles import TileBox
 
 Where = slice | Indices
@@ -158,6 +159,6 @@ class HostTensor(WholeTensor):
 Live = Mapping[str, LiveTensor]
 
 
-def host_tensors(state: Mapping[str, tuple[str, tuple[int, ...], Bits]]) -> dict[str, LiveTensor]:
-    """Tensors from name -> (dtype word, shape, flat bits)."""
-    return {name: HostTensor(name, *parts) for name, parts in state.items()}
+def host_tensors(state: Mapping[str, StoredTensor]) -> dict[str, LiveTensor]:
+    """Tensors in host memory that hold a checkpoint's."""
+    return {name: HostTensor(name, *stored) for name, stored in state.items()}

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from rose_core.delta.bits import number_format
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.tensors import parameters as live_parameters
@@ -44,7 +45,6 @@ from rose_engines.tensors.canonical import LiveTensor
 from rose_engines.tensors.made import Made, Making, address, watching_reads
 from rose_engines.tensors.parameters import Computed, Renewal
 from rose_engines.tensors.recorder import KEPT_PART, Recorder, in_this_thread
-from rose_engines.tensors.safetensors import StoredTensor
 from rose_engines.tensors.slices import Box
 
 log = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ import numpy as np
 
 from rose_core.delta.bits import Bits
 from rose_core.delta.digest import Digest
+from rose_core.delta.safetensors import StoredTensor
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.ondevice import device_digest
 from rose_engines.tensors.canonical import (
@@ -29,7 +30,6 @@ from rose_engines.tensors.canonical import (
     always_current,
     do_nothing,
 )
-from rose_engines.tensors.safetensors import StoredTensor
 from rose_engines.tensors.slices import Box, SlicedTensor
 
 if TYPE_CHECKING:

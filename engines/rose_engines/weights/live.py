@@ -27,6 +27,7 @@ from rose_core.delta.codec import (
     step,
 )
 from rose_core.delta.digest import Digest, digest_change, total
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.delta.tiles import Tiling
 from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor, host_tensors
@@ -83,7 +84,7 @@ def warm_up(live: Live) -> None:
 def _warm_up_loops(dtype: str) -> None:
     """Over many tensors at once, with places as a segment has them."""
     bits = np.zeros(4, number_format(dtype).unsigned)
-    memory = HostMemory.of(host_tensors({"warm-up": (dtype, (4,), bits)}))
+    memory = HostMemory.of(host_tensors({"warm-up": StoredTensor(dtype, (4,), bits)}))
     for width in memory.arrays:
         rows = np.array([[0, 0, 0, 4, 0, -1, 0, 0, 0, loops.STEPS, 1]], np.int64)
         places, names = np.arange(4, dtype=np.uint32), np.zeros(0, np.int64)

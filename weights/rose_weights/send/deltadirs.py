@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from rose_weights.checkpoint import read_header, write_safetensors
+from rose_core.delta.safetensors import StoredTensor
+from rose_weights.checkpoint import read_file, write_safetensors
 from rose_weights.disk import Disk
 from rose_weights.errors import Damaged
 
@@ -100,12 +101,10 @@ class DeltaDir:
             Damaged: a frame is broken, or the base is not the one the delta was made from.
         """
         for file in sorted(set(self._files.values())):
-            header, body = read_header(self.folder / file)
-            sums = header.get("__metadata__", {})
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    first, last = entry["data_offsets"]
-                    yield name, self._one(name, bytes(body[first:last]), old(name), sums.get(name))
+            header, body = read_file(self.folder / file)
+            for name, place in header.places.items():
+                frame = bytes(body[place.begin : place.end])
+                yield name, self._one(name, frame, old(name), header.metadata.get(name))
 
     def _one(self, name: str, frame: bytes, before: Bytes, wanted: str | None) -> Bytes:
         most = 5 * before.nbytes + 4
@@ -140,7 +139,7 @@ class DeltaDirWriter:
         self._version = version
         self._encoding = encoding
         self._checksum = checksum
-        self._frames: dict[str, tuple[str, tuple[int, ...], Bytes]] = {}
+        self._frames: dict[str, StoredTensor] = {}
         self._sums: dict[str, str] = {}
 
     def add(self, name: str, old: Bytes, new: Bytes) -> None:
@@ -149,7 +148,7 @@ class DeltaDirWriter:
             return
         plain = _encode(old, new, self._encoding)
         frame = np.frombuffer(zstandard.ZstdCompressor(level=1).compress(plain.data), np.uint8)
-        self._frames[name] = ("U8", frame.shape, frame)
+        self._frames[name] = StoredTensor("U8", frame.shape, frame)
         self._sums[name] = CHECKSUMS[self._checksum](new)
 
     def finish(self) -> Path:
