@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,18 @@ from rose_weights.errors import Damaged, WeightsError
 from rose_weights.store.open_store import open_store
 from rose_weights.store.state import StoredVersion
 from rose_weights.store.store import Store
+
+
+class Verification(NamedTuple):
+    """What a check found.
+
+    Attributes:
+        text: for people.
+        good: whether all is well.
+    """
+
+    text: str
+    good: bool = True
 
 
 def inspect(where: str | Path, run: str = "") -> str:
@@ -54,12 +67,8 @@ def _nothing(path: Path) -> Damaged:
     return Damaged(f"{path} is no store, bundle or manifest, or a store without a version yet")
 
 
-def verify(where: str | Path, base: Path | None = None) -> tuple[str, bool]:
-    """Check every block, and a bundle's digests against a checkpoint.
-
-    Returns:
-        The text and whether all is well.
-    """
+def verify(where: str | Path, base: Path | None = None) -> Verification:
+    """Check every block, and a bundle's digests against a checkpoint."""
     if (store := _store(where)) is not None:
         return _verify_store(store)
     if not (Path(where) / MANIFEST).is_file():
@@ -73,7 +82,7 @@ def verify(where: str | Path, base: Path | None = None) -> tuple[str, bool]:
             lines += f"{manifest.target}: digest {checked} after applying to {base}\n"
         except (WeightsError, DeltaError) as error:
             lines, good = lines + f"{manifest.target}: {error}\n", False
-    return lines, good
+    return Verification(lines, good)
 
 
 def _store(where: str | Path) -> Store | None:
@@ -194,7 +203,7 @@ def _manifest_lines(manifest: Manifest) -> Iterator[str]:
             yield f"  {codec.name}: {count} blocks\n"
 
 
-def _verify_store(store: Store) -> tuple[str, bool]:
+def _verify_store(store: Store) -> Verification:
     runs = store.runs()
     text, good = "" if runs else "no run yet: nothing to check\n", True
     for run in runs:
@@ -202,10 +211,10 @@ def _verify_store(store: Store) -> tuple[str, bool]:
             for manifest in store.manifests(kept):
                 more, fine = _verify_blocks(manifest, lambda block: store.blocks.get(block.sha256))
                 text, good = text + more, good and fine
-    return text, good
+    return Verification(text, good)
 
 
-def _verify_blocks(manifest: Manifest, read: Callable[[BlockEntry], bytes]) -> tuple[str, bool]:
+def _verify_blocks(manifest: Manifest, read: Callable[[BlockEntry], bytes]) -> Verification:
     bad = []
     for block in manifest.blocks:
         try:
@@ -217,7 +226,8 @@ def _verify_blocks(manifest: Manifest, read: Callable[[BlockEntry], bytes]) -> t
         except (WeightsError, DeltaError) as error:
             bad.append(f"  {manifest.tensors[block.tensor].name} tile {block.tile}: {error}\n")
     verdict = "damaged" if bad else "good"
-    return f"{manifest.target}: {len(manifest.blocks)} blocks, {verdict}\n" + "".join(bad), not bad
+    text = f"{manifest.target}: {len(manifest.blocks)} blocks, {verdict}\n" + "".join(bad)
+    return Verification(text, not bad)
 
 
 def _percent(part: int, whole: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from rose_core.delta import DeltaError
 from rose_weights import inspection, metrics
 from rose_weights.errors import StoreFailed, WeightsError
+from rose_weights.inspection import Verification
 from rose_weights.send import importing
 from rose_weights.send.deltadirs import CHECKSUMS
 from rose_weights.serve.access import OPEN, Identification, StoreAccess
@@ -163,31 +164,31 @@ def main(argv: list[str]) -> int:
     return 0 if good else 1
 
 
-def _inspect(arguments: argparse.Namespace) -> tuple[str, bool]:
-    return inspection.inspect(arguments.path, arguments.run), True
+def _inspect(arguments: argparse.Namespace) -> Verification:
+    return Verification(inspection.inspect(arguments.path, arguments.run))
 
 
-def _verify(arguments: argparse.Namespace) -> tuple[str, bool]:
+def _verify(arguments: argparse.Namespace) -> Verification:
     return inspection.verify(arguments.path, arguments.base)
 
 
-def _diff(arguments: argparse.Namespace) -> tuple[str, bool]:
-    return inspection.diff(arguments.old, arguments.new), True
+def _diff(arguments: argparse.Namespace) -> Verification:
+    return Verification(inspection.diff(arguments.old, arguments.new))
 
 
-def _import(arguments: argparse.Namespace) -> tuple[str, bool]:
+def _import(arguments: argparse.Namespace) -> Verification:
     if arguments.out is not None:
         manifest = importing.bundle(arguments.paths, arguments.out, arguments.run)
-        return f"{manifest.target}: {manifest.changes} changes in {arguments.out}\n", True
+        return Verification(f"{manifest.target}: {manifest.changes} changes in {arguments.out}\n")
     token = flags.token(arguments.token_file)
     done = asyncio.run(
         importing.publish(arguments.paths, arguments.store, arguments.run, token=token)
     )
     lines = (f"{one.version}  {one.changes} changes  {one.bytes} bytes\n" for one in done)
-    return "".join(lines), True
+    return Verification("".join(lines))
 
 
-def _export(arguments: argparse.Namespace) -> tuple[str, bool]:
+def _export(arguments: argparse.Namespace) -> Verification:
     folder = importing.export(
         arguments.bundle,
         arguments.base,
@@ -196,10 +197,10 @@ def _export(arguments: argparse.Namespace) -> tuple[str, bool]:
         encoding=arguments.encoding,
         checksum=arguments.checksum,
     )
-    return f"{folder}\n", True
+    return Verification(f"{folder}\n")
 
 
-_LOOKING: dict[str, Callable[[argparse.Namespace], tuple[str, bool]]] = {
+_LOOKING: dict[str, Callable[[argparse.Namespace], Verification]] = {
     "inspect": _inspect,
     "verify": _verify,
     "diff": _diff,

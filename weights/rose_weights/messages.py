@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
+from rose_core.delta import Manifest
 from rose_core.identity import WeightVersion
 
 
@@ -85,6 +88,18 @@ class PlanReply(msgspec.Struct, frozen=True):
     """
 
     manifest: bytes
+    merged: int
+
+
+class FetchPlan(NamedTuple):
+    """A plan as its receiver uses it.
+
+    Attributes:
+        manifest: what leads from what the receiver has to what it wants.
+        merged: as in ``PlanReply``.
+    """
+
+    manifest: Manifest
     merged: int
 
 

@@ -71,7 +71,7 @@ LOOKS = 8
 """At what a command has started. What stands still starts nothing, so only one that lives on, a
 session's shell, can go on past them; it is asked anew until the command has ended."""
 LOOKS_PER_RUNNER = 16
-"""A runner that was killed answers nothing; whether it lives costs a walk over ``/proc``."""
+"""A runner that was killed answers nothing; seldom enough to be looked for at few looks."""
 SETTLE_TRIES = 250
 """Half a second on a busy machine; a runner that has answered ends within its next slice."""
 

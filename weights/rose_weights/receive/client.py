@@ -34,6 +34,7 @@ from rose_weights.messages import (
     AwaitRequest,
     DescribeRequest,
     Description,
+    FetchPlan,
     FetchRequest,
     PlanReply,
     PlanRequest,
@@ -134,7 +135,7 @@ class WeightsClient:
         digest: str = "",
         want: WeightVersion | None = None,
         codecs: Sequence[int] = SELF_CONTAINED,
-    ) -> tuple[Manifest, int]:
+    ) -> FetchPlan:
         """One manifest from what the receiver holds to what it wants (None = the head).
 
         Args:
@@ -143,9 +144,6 @@ class WeightsClient:
             digest: digest of what it really holds.
             want: None = the head.
             codecs: block codecs the receiver can read.
-
-        Returns:
-            The manifest, and how many published ones went into it (0 = it is there already).
 
         Raises:
             UnknownRun, UnknownVersion: nothing to plan.
@@ -158,7 +156,7 @@ class WeightsClient:
                 self._channel, PLAN, request, timeout=PLAN_SECONDS, token=self._token
             )
         try:
-            return Manifest.decode(reply.manifest), reply.merged
+            return FetchPlan(Manifest.decode(reply.manifest), reply.merged)
         except DeltaError as error:
             message = f"the store's plan for {run} cannot be read: {error}"
             raise Damaged(message) from error
@@ -194,7 +192,8 @@ class WeightsClient:
             Unavailable: the store went away; call again.
             OSError: the folder's disk is full or broken.
         """
-        manifest, _ = await self.plan(run, have=have, digest=digest, want=want, codecs=codecs)
+        plan = await self.plan(run, have=have, digest=digest, want=want, codecs=codecs)
+        manifest = plan.manifest
         if most_bytes and manifest.block_bytes > most_bytes:
             size, most = manifest.block_bytes / 2**30, most_bytes / 2**30
             raise TooLarge(

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import grpc.aio
 import msgspec
@@ -171,17 +172,17 @@ class RelayHandlers:
             task.exception()  # seen, also when every receiver has gone meanwhile
 
     async def _plan(self, request: PlanRequest) -> PlanReply:
-        reply, manifest = await self._nearby.plan(request)
+        plan = await self._nearby.plan(request)
         if len(self._sizes) > MOST_SIZES:
             self._sizes.clear()
-        self._sizes.update({block.sha256: block.size for block in manifest.blocks})
+        self._sizes.update({block.sha256: block.size for block in plan.manifest.blocks})
         faults.at("relay.plan")
-        return reply
+        return plan.reply
 
     async def _run(self, run: str) -> Description:
         return await self._describe(DescribeRequest(run))
 
-    async def _ask(self, request: PlanRequest) -> tuple[PlanReply, Manifest]:
+    async def _ask(self, request: PlanRequest) -> _RelayedPlan:
         with understanding():
             reply = await rpc.call(
                 self._channel, PLAN, request, timeout=PLAN_SECONDS, token=self._token
@@ -192,7 +193,7 @@ class RelayHandlers:
             message = f"the store's plan for {request.run} cannot be read: {error}"
             raise Damaged(message) from error
         self._sizes.update({block.sha256: block.size for block in manifest.blocks})
-        return reply, manifest
+        return _RelayedPlan(reply, manifest)
 
     def _groups(self, names: Sequence[bytes]) -> Iterator[list[bytes]]:
         """Blocks to be read together."""
@@ -279,6 +280,18 @@ class RelayHandlers:
             raise Damaged(message)
 
 
+class _RelayedPlan(NamedTuple):
+    """A plan as it is passed on, and what it says.
+
+    Attributes:
+        reply: with the manifest encoded, which is not done twice.
+        manifest: of the reply.
+    """
+
+    reply: PlanReply
+    manifest: Manifest
+
+
 class RelayPlans:
     """Plans of a relay: versions whose single deltas it holds are merged here, not at the store.
 
@@ -304,7 +317,7 @@ class RelayPlans:
         self,
         blocks: Blocks,
         describe: Callable[[str], Awaitable[Description]],
-        ask: Callable[[PlanRequest], Awaitable[tuple[PlanReply, Manifest]]],
+        ask: Callable[[PlanRequest], Awaitable[_RelayedPlan]],
         bring: Callable[[Sequence[bytes]], Awaitable[None]],
     ) -> None:
         self._blocks = blocks
@@ -315,7 +328,7 @@ class RelayPlans:
         self._known: dict[str, Description] = {}
         self._hops: OrderedDict[_Edge, Manifest] = OrderedDict()
 
-    async def plan(self, request: PlanRequest) -> tuple[PlanReply, Manifest]:
+    async def plan(self, request: PlanRequest) -> _RelayedPlan:
         """One row of the table above.
 
         Raises:
@@ -345,25 +358,24 @@ class RelayPlans:
                 raise
         return self._known[request.run]
 
-    async def _single(
-        self, request: PlanRequest, through: VersionPath
-    ) -> tuple[PlanReply, Manifest]:
+    async def _single(self, request: PlanRequest, through: VersionPath) -> _RelayedPlan:
         try:
             return await self._store(request)
         except Unavailable:
             found = self._hops.get((request.have, through.forward[0]))
             if found is None:
                 raise
-            return PlanReply(found.encode(), 1), found
+            return _RelayedPlan(PlanReply(found.encode(), 1), found)
 
-    async def _store(self, request: PlanRequest) -> tuple[PlanReply, Manifest]:
-        reply, manifest = await self._ask(request)
+    async def _store(self, request: PlanRequest) -> _RelayedPlan:
+        plan = await self._ask(request)
+        manifest = plan.manifest
         mergeable = all(block.codec in SELF_CONTAINED for block in manifest.blocks)
-        if reply.merged == 1 and mergeable and manifest.base is not None:
+        if plan.reply.merged == 1 and mergeable and manifest.base is not None:
             self._hops[manifest.base, manifest.target] = manifest
             while len(self._hops) > PLANNED_HOPS:
                 self._hops.popitem(last=False)
-        return reply, manifest
+        return plan
 
     async def _edges(
         self, known: Description, through: VersionPath, request: PlanRequest
@@ -383,7 +395,7 @@ class RelayPlans:
             digest = listed[base].digest if base is not None else ""
             single = PlanRequest(request.run, base, digest, at, request.holder if first else "")
             try:
-                _, manifest = await self._store(single)
+                manifest = (await self._store(single)).manifest
             except Unavailable:
                 if found is None:
                     raise
@@ -391,13 +403,13 @@ class RelayPlans:
             found = manifest
         return found
 
-    async def _merge(self, hops: Sequence[Hop]) -> tuple[PlanReply, Manifest]:
+    async def _merge(self, hops: Sequence[Hop]) -> _RelayedPlan:
         names = [block.sha256 for hop in hops for block in hop.manifest.blocks]
         await self._bring(names)
         merged = await asyncio.to_thread(self._merger.merged, hops)
         metrics.RELAY_MERGES.inc()
         faults.at("relay.merged")
-        return PlanReply(merged.encode(), len(hops)), merged
+        return _RelayedPlan(PlanReply(merged.encode(), len(hops)), merged)
 
     def _absent(self, hops: Sequence[Hop]) -> int:
         """Bytes of the hops' blocks that are not here."""

@@ -24,6 +24,7 @@ from rose_core.delta.codec import SELF_CONTAINED, Codec
 from rose_core.delta.lineage import VersionPath, full_way, way
 from rose_core.identity import WeightVersion
 from rose_weights.errors import Damaged, UnknownVersion
+from rose_weights.messages import FetchPlan
 from rose_weights.store.merging import Merger
 from rose_weights.store.state import RunState, StoredVersion
 from rose_weights.store.store import Store
@@ -45,7 +46,7 @@ class FetchPlanner:
         digest: str = "",
         want: WeightVersion | None = None,
         codecs: Collection[int] = SELF_CONTAINED,
-    ) -> tuple[Manifest, int]:
+    ) -> FetchPlan:
         """The manifest that leads from ``have`` to ``want`` (the head when None).
 
         Args:
@@ -54,9 +55,6 @@ class FetchPlanner:
             digest: the digest of what it holds, attested; empty = nothing that counts.
             want: the version it wants.
             codecs: what the receiver can read.
-
-        Returns:
-            The manifest and the number of published manifests that went into it.
 
         Raises:
             UnknownRun, UnknownVersion: nothing to plan.
@@ -68,12 +66,13 @@ class FetchPlanner:
         if target is None:
             message = f"{want or run + ' without a head'} is not kept; head is {state.head}"
             raise UnknownVersion(message)
-        manifest, merged = self._answer(state, recognise(state, have, digest), target)
-        if (manifest.base, merged) == (target.base, 1) and target.on_base and Codec.RICE in codecs:
-            manifest = self._smaller(target) or manifest
+        plan = self._answer(state, recognise(state, have, digest), target)
+        one_behind = (plan.manifest.base, plan.merged) == (target.base, 1)
+        if one_behind and target.on_base and Codec.RICE in codecs:
+            plan = plan._replace(manifest=self._smaller(target) or plan.manifest)
         # Marks them as in use: retention leaves them alone while they are being fetched.
-        self._store.blocks.mark(block.sha256 for block in manifest.blocks)
-        return manifest, merged
+        self._store.blocks.mark(block.sha256 for block in plan.manifest.blocks)
+        return plan
 
     def cached_blocks(self) -> set[bytes]:
         """Blocks of cached merges, which retention must spare."""
@@ -89,10 +88,10 @@ class FetchPlanner:
 
     def _answer(
         self, state: RunState, start: StoredVersion | None, target: StoredVersion
-    ) -> tuple[Manifest, int]:
+    ) -> FetchPlan:
         if start is not None:
             if start.digest == target.digest:
-                return _empty(self._store.manifest(target), start.version), 0
+                return FetchPlan(_empty(self._store.manifest(target), start.version), 0)
             lineage = self._store.lineage(state)
             try:
                 return self._along(state, way(start.version, target.version, lineage))
@@ -100,9 +99,9 @@ class FetchPlanner:
                 pass  # no way by deltas: in full
         return self._along(state, full_way(target.version, self._store.lineage(state)))
 
-    def _along(self, state: RunState, through: VersionPath) -> tuple[Manifest, int]:
+    def _along(self, state: RunState, through: VersionPath) -> FetchPlan:
         hops = self._hops(state, through)
-        return self._merger.merged(hops), len(hops)
+        return FetchPlan(self._merger.merged(hops), len(hops))
 
     def _hops(self, state: RunState, through: VersionPath) -> list[Hop]:
         hops = [Hop(self._listed(state, version), back=True) for version in through.back]
