@@ -20,6 +20,7 @@ from rose_agent.weightsync.follower import FollowedRun, Follower, Options
 from rose_agent.weightsync.main import Followers
 from rose_agent.weightsync.plugin import Plugin
 from rose_core.adapters import TARGETS
+from rose_core.delta.safetensors import StoredTensor
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.routing import AdapterVersion
 from rose_core.wire.sync import AdapterSpec, WeightSource
@@ -221,7 +222,7 @@ async def test_a_run_that_was_taken_away_leaves_nothing_that_could_be_believed_w
 
 async def test_a_run_that_returns_before_it_was_let_go_takes_turns_again(rundir: Path) -> None:
     slot = RunDir(rundir).create().slot("slot-1").create()
-    bits = {"w": ("F32", (4,), np.zeros(4, "<u4"))}
+    bits = {"w": StoredTensor("F32", (4,), np.zeros(4, "<u4"))}
     slots = AdapterSlots([AdapterSession(host_tensors(bits), "base") for _ in range(2)])
     server = ControlServer(slot.plugin_socket, slots.handle)
     server.start()
