@@ -30,8 +30,8 @@ from rose_weights.store.state import StoredVersion
 from rose_weights.store.store import Store
 
 
-class Verification(NamedTuple):
-    """What a check found.
+class InspectionResult(NamedTuple):
+    """What looking at weights found.
 
     Attributes:
         text: for people.
@@ -67,7 +67,7 @@ def _nothing(path: Path) -> Damaged:
     return Damaged(f"{path} is no store, bundle or manifest, or a store without a version yet")
 
 
-def verify(where: str | Path, base: Path | None = None) -> Verification:
+def verify(where: str | Path, base: Path | None = None) -> InspectionResult:
     """Check every block, and a bundle's digests against a checkpoint."""
     if (store := _store(where)) is not None:
         return _verify_store(store)
@@ -82,7 +82,7 @@ def verify(where: str | Path, base: Path | None = None) -> Verification:
             lines += f"{manifest.target}: digest {checked} after applying to {base}\n"
         except (WeightsError, DeltaError) as error:
             lines, good = lines + f"{manifest.target}: {error}\n", False
-    return Verification(lines, good)
+    return InspectionResult(lines, good)
 
 
 def _store(where: str | Path) -> Store | None:
@@ -203,7 +203,7 @@ def _manifest_lines(manifest: Manifest) -> Iterator[str]:
             yield f"  {codec.name}: {count} blocks\n"
 
 
-def _verify_store(store: Store) -> Verification:
+def _verify_store(store: Store) -> InspectionResult:
     runs = store.runs()
     text, good = "" if runs else "no run yet: nothing to check\n", True
     for run in runs:
@@ -211,10 +211,10 @@ def _verify_store(store: Store) -> Verification:
             for manifest in store.manifests(kept):
                 more, fine = _verify_blocks(manifest, lambda block: store.blocks.get(block.sha256))
                 text, good = text + more, good and fine
-    return Verification(text, good)
+    return InspectionResult(text, good)
 
 
-def _verify_blocks(manifest: Manifest, read: Callable[[BlockEntry], bytes]) -> Verification:
+def _verify_blocks(manifest: Manifest, read: Callable[[BlockEntry], bytes]) -> InspectionResult:
     bad = []
     for block in manifest.blocks:
         try:
@@ -227,7 +227,7 @@ def _verify_blocks(manifest: Manifest, read: Callable[[BlockEntry], bytes]) -> V
             bad.append(f"  {manifest.tensors[block.tensor].name} tile {block.tile}: {error}\n")
     verdict = "damaged" if bad else "good"
     text = f"{manifest.target}: {len(manifest.blocks)} blocks, {verdict}\n" + "".join(bad)
-    return Verification(text, not bad)
+    return InspectionResult(text, not bad)
 
 
 def _percent(part: int, whole: int) -> str:

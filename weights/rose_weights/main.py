@@ -14,7 +14,7 @@ from pathlib import Path
 from rose_core.delta import DeltaError
 from rose_weights import inspection, metrics
 from rose_weights.errors import StoreFailed, WeightsError
-from rose_weights.inspection import Verification
+from rose_weights.inspection import InspectionResult
 from rose_weights.send import importing
 from rose_weights.send.deltadirs import CHECKSUMS
 from rose_weights.serve.access import OPEN, Identification, StoreAccess
@@ -164,31 +164,33 @@ def main(argv: list[str]) -> int:
     return 0 if good else 1
 
 
-def _inspect(arguments: argparse.Namespace) -> Verification:
-    return Verification(inspection.inspect(arguments.path, arguments.run))
+def _inspect(arguments: argparse.Namespace) -> InspectionResult:
+    return InspectionResult(inspection.inspect(arguments.path, arguments.run))
 
 
-def _verify(arguments: argparse.Namespace) -> Verification:
+def _verify(arguments: argparse.Namespace) -> InspectionResult:
     return inspection.verify(arguments.path, arguments.base)
 
 
-def _diff(arguments: argparse.Namespace) -> Verification:
-    return Verification(inspection.diff(arguments.old, arguments.new))
+def _diff(arguments: argparse.Namespace) -> InspectionResult:
+    return InspectionResult(inspection.diff(arguments.old, arguments.new))
 
 
-def _import(arguments: argparse.Namespace) -> Verification:
+def _import(arguments: argparse.Namespace) -> InspectionResult:
     if arguments.out is not None:
         manifest = importing.bundle(arguments.paths, arguments.out, arguments.run)
-        return Verification(f"{manifest.target}: {manifest.changes} changes in {arguments.out}\n")
+        return InspectionResult(
+            f"{manifest.target}: {manifest.changes} changes in {arguments.out}\n"
+        )
     token = flags.token(arguments.token_file)
     done = asyncio.run(
         importing.publish(arguments.paths, arguments.store, arguments.run, token=token)
     )
     lines = (f"{one.version}  {one.changes} changes  {one.bytes} bytes\n" for one in done)
-    return Verification("".join(lines))
+    return InspectionResult("".join(lines))
 
 
-def _export(arguments: argparse.Namespace) -> Verification:
+def _export(arguments: argparse.Namespace) -> InspectionResult:
     folder = importing.export(
         arguments.bundle,
         arguments.base,
@@ -197,10 +199,10 @@ def _export(arguments: argparse.Namespace) -> Verification:
         encoding=arguments.encoding,
         checksum=arguments.checksum,
     )
-    return Verification(f"{folder}\n")
+    return InspectionResult(f"{folder}\n")
 
 
-_LOOKING: dict[str, Callable[[argparse.Namespace], Verification]] = {
+_LOOKING: dict[str, Callable[[argparse.Namespace], InspectionResult]] = {
     "inspect": _inspect,
     "verify": _verify,
     "diff": _diff,
