@@ -320,6 +320,49 @@ async def test_a_replica_that_no_slot_is_beside_is_judged_for_the_report_and_not
     assert permit.until_ns == 0
 
 
+@pytest.mark.parametrize(
+    ("granted", "heard", "pause"),
+    [
+        (True, {}, 0.2),
+        (False, {}, 1.0),
+        (False, {"opaque": True}, 0.2),
+        (False, None, 0.2),
+    ],
+    ids=["granted", "nothing is granted", "the tap cannot read it", "the tap is silent"],
+)
+async def test_an_unverified_replica_is_asked_often_while_its_figures_stand_in_for_the_tap(
+    guard: tuple[Guard, Permit],
+    monkeypatch: pytest.MonkeyPatch,
+    granted: bool,
+    heard: dict[str, bool] | None,
+    pause: float,
+) -> None:
+    replica = guard[0].replicas[POD]
+    replica.granted, replica.verification = granted, SignalVerification()
+    if heard is None:
+        replica.book.last_seen_ns -= 10**10
+    else:
+        replica.take(msgspec.structs.replace(health(), **heard), time.monotonic_ns())
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        raise asyncio.CancelledError
+
+    async def compare() -> bool:
+        return False
+
+    replica.policy = msgspec.structs.replace(
+        replica.policy, allowed_signals=(SignalSource.WIRE_TAP,)
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(replica, "compare", compare)
+        patch.setattr(asyncio, "sleep", sleep)
+        with pytest.raises(asyncio.CancelledError):
+            await replica.poll()
+    assert pauses == [pause]
+
+
 async def test_a_pool_that_pauses_gives_everything_back(guard: tuple[Guard, Permit]) -> None:
     made, permit = guard
     made.step_all()
