@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import yaml
 
-from rose_core.api.common import DNS_NAME
+from rose_core.api.names import DNS_NAME
 from rose_core.lending import PlannerPolicy
 from rose_core.rollouts.placement.views import Policy
 from rose_operator import own_secrets, weight_stores

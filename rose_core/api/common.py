@@ -11,6 +11,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from rose_core.adapters import TARGETS
+from rose_core.api.names import DNS_LABEL, DNS_NAME
 
 GROUP = "rose-gpu.dev"
 VERSION = "v1alpha1"
@@ -20,10 +21,6 @@ STOP_ANNOTATION = f"{GROUP}/stop"
 EXPLAIN_ANNOTATION = f"{GROUP}/explain"
 # The mode a pool had before somebody paused it.
 RESUME_ANNOTATION = f"{GROUP}/resume-mode"
-
-DNS_LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
-DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
-MODEL_NAME = r"^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$"
 
 LabelValue = Annotated[str, Field(max_length=63)]
 NamespaceName = Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)]

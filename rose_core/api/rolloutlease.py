@@ -15,7 +15,6 @@ from rose_core.adapters import MOST_ADAPTERS
 from rose_core.api.arguments import ALLOWED, ROUTED_EXPERTS
 from rose_core.api.common import (
     ATOMIC_LIST,
-    MODEL_NAME,
     SET_LIST,
     AdapterTarget,
     ApiModel,
@@ -30,6 +29,7 @@ from rose_core.api.common import (
     RunName,
     StatusBase,
 )
+from rose_core.api.names import MODEL_NAME
 
 ArgumentValue = Annotated[str, Field(max_length=64)]
 

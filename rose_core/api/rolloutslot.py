@@ -16,7 +16,6 @@ from pydantic import Field
 from rose_core.adapters import MOST_ADAPTERS
 from rose_core.api.common import (
     ATOMIC_LIST,
-    MODEL_NAME,
     SET_LIST,
     AdapterTarget,
     ApiModel,
@@ -32,6 +31,7 @@ from rose_core.api.common import (
     RunName,
     StatusBase,
 )
+from rose_core.api.names import MODEL_NAME
 from rose_core.api.rolloutlease import ArgumentValue, KVPolicy
 from rose_core.api.servingpool import Compute, MemoryLimit, MemorySource
 from rose_core.identity import GpuUuid, LeaseUid, PodUid

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pydantic import Field
 
 from rose_core.api.common import SET_LIST, ApiModel, LabelValue, ObjectMeta, Rule
+from rose_core.api.names import PoolMode
 from rose_core.api.poollending import Lending
 from rose_core.api.poolstatus import PoolStatus
 from rose_core.api.wholereplica import WHOLE_REPLICA_RULES, WholeReplica
@@ -17,14 +18,6 @@ from rose_core.wire.sync import SignalSource
 
 MPS_PERCENT = 30
 """Share of the multiprocessors where the owner names none: serving keeps most of them."""
-
-
-class PoolMode(StrEnum):
-    """What ROSE may do with the pool's replicas."""
-
-    OBSERVE = "Observe"
-    LEND = "Lend"
-    PAUSED = "Paused"
 
 
 class ServingEngine(StrEnum):

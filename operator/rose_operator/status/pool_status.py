@@ -15,8 +15,8 @@ from rose_core.api import (
     Reason,
     ServingPool,
 )
-from rose_core.api.common import MODEL_NAME
 from rose_core.api.conditions import Statement
+from rose_core.api.names import MODEL_NAME
 from rose_core.api.poolstatus import LoadShape, PoolModel
 from rose_core.guard.trial import added
 from rose_core.lending import LendingPlan, Misfit, PlannerPolicy

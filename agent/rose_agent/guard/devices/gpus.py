@@ -17,7 +17,7 @@ from rose_agent.guard.replicas.replica import GuardedReplica
 from rose_agent.guard.slots.slot import GuardedSlot
 from rose_agent.guard.sync import report
 from rose_agent.pods.model import NodePods
-from rose_core.api.servingpool import PoolMode
+from rose_core.api.names import PoolMode
 from rose_core.devices.memory import MemorySum, overrun
 from rose_core.devices.ownership import GpuParty
 from rose_core.host_reasons import HostReason

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from rose_core.api.common import MODEL_NAME
+from rose_core.api.names import MODEL_NAME
 from rose_core.wire.sync import MOST_MODELS, NodeModel
 
 _log = logging.getLogger(__name__)
