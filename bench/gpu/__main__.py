@@ -54,6 +54,7 @@ from bench.gpu import aims, checks, suite
 from bench.gpu.checks import Plan
 from bench.gpu.processes import Daemon, daemon
 from rose_agent.devices.driver import DeviceDriver, Gpu
+from rose_agent.devices.mps import asking
 from rose_agent.devices.mps.control import PROGRAM
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.errors import DeviceError, MpsError, NoDevices
@@ -65,7 +66,6 @@ from rose_dev.gpu.state import GpuProcess, State, StateGpu
 _LOOK_SECONDS = 0.05
 
 RESULTS = Path(__file__).parents[1] / "results"
-_FAKE_MPS = (sys.executable, "-m", "rose_agent.devices.mps.fake")
 
 
 def descendants(pid: int, proc: Path = Path("/proc")) -> Iterator[int]:
@@ -214,7 +214,7 @@ def run(plan: Plan, driver: DeviceDriver, gpu: Gpu) -> dict[str, Any]:
 
 
 def _with_mps(plan: Plan, driver: DeviceDriver, gpu: Gpu) -> dict[str, Any]:
-    program = _FAKE_MPS if plan.fake else (PROGRAM,)
+    program = asking.PROGRAM if plan.fake else (PROGRAM,)
     if shutil.which(program[0]) is None:
         raise MpsError(f"there is no {program[0]}")
 

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from rose_agent.devices.mps import fake as fake_mps
+from rose_agent.devices.mps import asking
 from rose_engines.fake.device import connect
 
 _GIB = 1 << 30
@@ -89,7 +89,7 @@ class FakeLoop:
         """Tell the stand-in for the daemon, and end."""
         control = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")) / "control"
         if control.exists():
-            fake_mps.send(control, "fake_fault")
+            asking.send(control, "fake_fault")
         os._exit(1)
 
 

@@ -1,5 +1,7 @@
 """The kinds as models: generated files, conditions, arguments, width of `kubectl get`."""
 
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rose_core import api
 from rose_core.api import (
     ConditionType,
     Reason,
@@ -26,6 +29,18 @@ from tests.api.objects import LEASE, POOL, SLOT
 
 ROOT = Path(__file__).parents[2]
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("process", ["rose_agent.guard.main", "rose_agent.host.main"])
+def test_what_runs_on_nodes_starts_without_building_the_models(process: str) -> None:
+    code = "import importlib, sys; importlib.import_module(sys.argv[1]); "
+    code += "sys.exit('rose_core.api.common' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, process], check=False).returncode == 0
+
+
+def test_each_name_of_the_package_is_there_and_no_other() -> None:
+    assert [name for name in api.__all__ if not hasattr(api, name)] == []
+    assert not hasattr(api, "PoolModel")
 
 
 def test_generated_files_are_current() -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from rose_agent.devices.mps import control3 as mps3
 from rose_agent.devices.mps import fake as fake_mps
+from rose_agent.devices.mps.asking import PROGRAM, send
 from rose_agent.devices.mps.control import MpsControl, Pipes
 from rose_agent.devices.mps.main import Question, check, end, main
 from rose_agent.errors import MpsError
@@ -148,7 +149,7 @@ def pipes() -> Iterator[Pipes]:
 @pytest.fixture(params=[2, 3])
 def daemon(pipes: Pipes, request: pytest.FixtureRequest) -> Iterator[Daemon]:
     """The stand-in, run as ``rose mps`` runs it, in both grammars."""
-    program = [sys.executable, "-m", "rose_agent.devices.mps.fake"]
+    program = [*PROGRAM]
     command = [sys.executable, "-m", "rose_cli.main", "mps"]
     command += ["--root", str(pipes.root), "--program", " ".join(program)]
     command += ["--protocol", str(request.param), "--answer-seconds", str(PATIENCE)]
@@ -156,7 +157,7 @@ def daemon(pipes: Pipes, request: pytest.FixtureRequest) -> Iterator[Daemon]:
     place = pipes.pipe / "control"
     try:
         assert wait_for(place.exists, 30.0)
-        yield Daemon(MpsControl(pipes, program, PATIENCE), lambda line: fake_mps.send(place, line))
+        yield Daemon(MpsControl(pipes, program, PATIENCE), lambda line: send(place, line))
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
@@ -209,7 +210,7 @@ def test_the_verb_says_what_is_missing_and_then_that_nothing_is(
 ) -> None:
     root = daemon.control._pipes.root  # where the fixture put it
     flags = ["--root", str(root), "--check", "--serving", "4711"]
-    flags += ["--program", f"{sys.executable} -m rose_agent.devices.mps.fake"]
+    flags += ["--program", " ".join(PROGRAM)]
     flags += ["--answer-seconds", str(PATIENCE), "--engine-uid", str(os.geteuid())]
     assert main(flags) == 1
     assert capsys.readouterr().out.startswith("MpsServingOutside: ")
@@ -287,7 +288,7 @@ def test_a_daemon_that_is_late_counts_as_none_and_the_check_says_so(pipes: Pipes
 
 
 def test_no_daemon_is_an_error_that_says_so(pipes: Pipes) -> None:
-    program = [sys.executable, "-m", "rose_agent.devices.mps.fake"]
+    program = [*PROGRAM]
     with pytest.raises(MpsError, match="Cannot find MPS control daemon"):
         MpsControl(pipes, program).servers()
     with pytest.raises(MpsError, match="no-such-program"):
@@ -295,7 +296,7 @@ def test_no_daemon_is_an_error_that_says_so(pipes: Pipes) -> None:
 
 
 def test_a_daemon_that_was_killed_is_not_taken_for_one_that_runs(pipes: Pipes) -> None:
-    program = [sys.executable, "-m", "rose_agent.devices.mps.fake"]
+    program = [*PROGRAM]
     killed = subprocess.Popen([*program, "-f", "-p", "3"], env=pipes.environment(os.environ))
     control = MpsControl(pipes, program, PATIENCE)
     try:

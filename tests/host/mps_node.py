@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from rose_agent.devices.mps import fake as fake_mps
+from rose_agent.devices.mps.asking import PROGRAM, send
 from rose_agent.devices.mps.control import MpsControl, Pipes
 from rose_agent.devices.nvml import NvmlDriver
 from rose_agent.devices.owners import Owner
@@ -34,7 +34,6 @@ from tests.host.helpers import order
 GPU = GpuUuid("GPU-a")
 POD = PodUid("pod-1")
 GIB = 1 << 30
-PROGRAM = (sys.executable, "-m", "rose_agent.devices.mps.fake")
 WHOLE = 132
 
 
@@ -62,7 +61,7 @@ class Node:
 
     def send_command(self, line: str) -> str:
         """What a client would tell the daemon."""
-        return fake_mps.send(self.pipes.pipe / "control", line)
+        return send(self.pipes.pipe / "control", line)
 
     def opt_in(self) -> None:
         """Serving uses its GPU through the daemon."""

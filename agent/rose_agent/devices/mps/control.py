@@ -13,7 +13,7 @@ grammar (``mps3``).
 | 550 | everything that is asked here, one user at a time |
 | some later ones | ``-multiuser-server`` |
 
-``python -m rose_agent.devices.mps.fake`` speaks both grammars without a GPU.
+``fake`` speaks both grammars without a GPU, and ``asking`` is how it is asked.
 Next step: ``mps_tasks`` checks and ends clients, ``mps_verb`` runs a daemon.
 """
 

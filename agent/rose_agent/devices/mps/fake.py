@@ -24,16 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rose_agent.devices.mps import control3 as mps3
+from rose_agent.devices.mps.asking import MOST, ask, control_socket
 from rose_agent.devices.mps.control import MULTI_USER
 from rose_agent.os.processes import proc_text
 
-_MOST = 1 << 16  # bytes of a command or an answer: each is one packet
 _NAME = "default"  # of the one server
 _CSV = "--format=csv,noheader"
-
-
-def _place() -> Path:
-    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control"  # noqa: S108  # NVIDIA's default
 
 
 def _lives(pid: int) -> bool:
@@ -246,17 +242,9 @@ def _table(head: str, flags: list[str], rows: list[str]) -> str:
 
 
 def _reply(daemon: FakeDaemon, connection: socket.socket) -> None:
-    line = connection.recv(_MOST).decode()
+    line = connection.recv(MOST).decode()
     if line:
         connection.sendall(daemon.answer(line.strip()).encode())
-
-
-def send(place: Path, line: str) -> str:
-    """One command to the daemon behind ``place``."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.connect(str(place))
-        connection.sendall(f"{line}\n".encode())
-        return connection.recv(_MOST).decode()
 
 
 def main(argv: list[str]) -> int:
@@ -265,22 +253,14 @@ def main(argv: list[str]) -> int:
     Returns:
         Exit code.
     """
-    place = _place()
     if argv == ["--help"]:
         sys.stdout.write(f"[-f] [{MULTI_USER}] [-p 3 [{mps3.MULTI_USER[1]}]]\n")
         return 0
     if argv[:1] == ["-f"]:
         multi_user = MULTI_USER in argv or any(flag in argv for flag in mps3.MULTI_USER)
+        place = Path(control_socket())
         return serve(place, multi_user=multi_user, protocol=3 if mps3.speaks_protocol3(argv) else 2)
-    operands = ["quit"] if argv == ["-q"] else argv
-    given = [" ".join(operands)] if operands else sys.stdin
-    for line in filter(None, map(str.strip, given)):
-        try:
-            sys.stdout.write(send(place, line))
-        except OSError:
-            sys.stdout.write("Cannot find MPS control daemon process\n")
-            return 1
-    return 0
+    return ask(argv)
 
 
 if __name__ == "__main__":
