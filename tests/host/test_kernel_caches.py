@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -87,6 +88,24 @@ def test_what_another_image_or_driver_made_is_neither_used_nor_kept(
     again = kernel_caches.open_for("slot-1", FIRST, other, baked)
     assert not (again / "triton/own.cubin").exists()
     assert [folder.name for folder in root.parent.iterdir()] == ["another"]
+
+
+@pytest.mark.parametrize("form", ["dist-info", "egg-info"])
+def test_a_package_of_another_version_makes_a_difference(tmp_path: Path, form: str) -> None:
+    python, packages = tmp_path / "python", tmp_path / "packages"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    found = []
+    for version in ("1", "2"):
+        about = packages / (f"some-{version}.dist-info" if form == "dist-info" else "some.egg-info")
+        about.mkdir(parents=True, exist_ok=True)
+        named = "METADATA" if form == "dist-info" else "PKG-INFO"
+        (about / named).write_text(f"Metadata-Version: 2.1\nName: some\nVersion: {version}\n")
+        found.append(kernel_caches.made_by(python, None, tmp_path / "baked"))
+        if form == "dist-info":
+            shutil.rmtree(about)
+    assert kernel_caches.UNKNOWN not in found
+    assert found[0] != found[1]
 
 
 def test_packages_what_is_baked_and_driver_make_a_difference(tmp_path: Path) -> None:

@@ -35,9 +35,10 @@ _IMPORT_SECONDS = 60.0
 # The compiled part, the hook that patches engines when they are imported, and a version whose
 # segment and limits are those of ``rose_agent.devices.elastic``.
 _KVCACHED = """
-import importlib.metadata, importlib.util, pathlib
+import importlib.util
 if importlib.util.find_spec("kvcached") is None:
     raise SystemExit("No module named 'kvcached'")
+import importlib.metadata, pathlib
 version = importlib.metadata.version("kvcached")
 if tuple(int(part) for part in version.split(".")[:2]) < (0, 1):
     raise SystemExit(f"version {version} is older than 0.1")
