@@ -20,6 +20,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -37,7 +38,7 @@ from rose_sandbox.runtimes.processes import delegate
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runsc import RunscRuntime
 from rose_sandbox.runtimes.volume import VOLUME_BYTES
-from rose_sandbox.templates import ClusterTemplates, Templates
+from rose_sandbox.templates import Templates
 from rose_weights.errors import WeightsError
 from rose_weights.receive.record_client import RemoteRecords
 from rose_weights.store.open_store import open_store
@@ -48,6 +49,9 @@ from rose_wire import flags
 from rose_wire.daemon import listen, stop_signal
 from rose_wire.flags import VerbParser
 from rose_wire.token_file import TokenFile
+
+if TYPE_CHECKING:
+    from rose_sandbox.cluster_templates import ClusterTemplates
 
 LOG = logging.getLogger(__name__)
 RUNTIMES = {one.name: one for one in (RuncRuntime, RunscRuntime)}
@@ -155,7 +159,7 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
     )
     flags.token(given.token_file)  # one that cannot be read is told at once
     tokens = TokenFile(given.token_file), TokenFile(given.traffic_token_file)
-    source = ClusterTemplates(given.templates) if given.templates else None
+    source = _cluster_templates(given.templates) if given.templates else None
     templates = Templates(source, given.runtime, dict(given.template_image))
     app = application(host, traffic, *tokens, templates)
     runner = web.AppRunner(app, access_log=None)
@@ -167,6 +171,13 @@ async def serving(given: argparse.Namespace) -> AsyncIterator[int]:
         if source is not None:
             await source.close()
         await host.close()
+
+
+def _cluster_templates(namespace: str) -> ClusterTemplates:
+    # The client of Kubernetes is half of a start, and most hosts read no templates.
+    from rose_sandbox.cluster_templates import ClusterTemplates  # noqa: PLC0415
+
+    return ClusterTemplates(namespace)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -18,8 +18,9 @@ from rose_dev.build import build
 from rose_dev.control_plane import ControlPlane
 from rose_dev.parts import AGENT_SANDBOX_KINDS, AGENT_SANDBOX_PART
 from rose_dev.waiting import wait_for_answer, wait_until_established
+from rose_sandbox.cluster_templates import GROUP, ClusterTemplates
 from rose_sandbox.errors import NoTemplates, Unavailable, UnknownTemplate
-from rose_sandbox.templates import GROUP, ClusterTemplates, Templates
+from rose_sandbox.templates import Templates
 from rose_wire.ports import free_port
 from tests.sandbox.test_host import World
 

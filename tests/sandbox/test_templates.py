@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from rose_core.sandboxes.networks import PUBLIC, Network
 from rose_core.sandboxes.templates import TemplateLimits, TemplateRefused
 from rose_dev.waiting import until
 from rose_sandbox.client import RemoteHost, Sandbox
+from rose_sandbox.cluster_templates import ClusterTemplates
 from rose_sandbox.errors import (
     NoTemplates,
     RuntimeFailed,
@@ -30,7 +33,7 @@ from rose_sandbox.inspector.blind import BlindInspector
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runsc import RunscRuntime
 from rose_sandbox.runtimes.runtime import ExecResult, Limits
-from rose_sandbox.templates import COMMAND_LOG, ClusterTemplates, Templates, limits_of
+from rose_sandbox.templates import COMMAND_LOG, Templates, limits_of
 from rose_weights.store.records import Records
 from rose_weights.store.store import Store
 from tests.sandbox.test_host import World
@@ -92,6 +95,11 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     yield Served(world, written, f"http://127.0.0.1:{runner.addresses[0][1]}")
     await world.host.close()
     await runner.cleanup()
+
+
+def test_a_host_that_reads_no_templates_starts_without_the_client_of_kubernetes() -> None:
+    code = "import sys, rose_sandbox.main; sys.exit('lightkube' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 async def test_a_sandbox_is_made_of_a_template_and_comes_back_as_such(served: Served) -> None:
