@@ -104,7 +104,7 @@ async def turns(
                     raise RuntimeError(message)
             seconds.append(time.perf_counter() - began)
 
-    connector = aiohttp.TCPConnector(limit=0, ssl=False)  # of the stub's own certificate
+    connector = aiohttp.TCPConnector(limit=0)
     headers = {"Content-Type": "application/json"}
     async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
         began = time.perf_counter()
@@ -175,13 +175,8 @@ def _ours(
 async def _paced_routes(
     stack: AsyncExitStack, given: argparse.Namespace, token_seconds: float
 ) -> dict[str, Route]:
-    """For streams, also what passing on costs that looks at nothing, and the stub's own TLS.
-
-    What is added by TLS is counted from a stub in plain text: its own part stands beside it.
-    """
+    """For streams, also what passing on costs that looks at nothing."""
     routes = await _routes(stack, given, token_seconds)
-    pinned = stub(token_seconds, cumulative=given.cumulative, tls=True)
-    routes["direct by TLS"] = Route(stack.enter_context(pinned).url)
     routes["bytes passed on"] = stack.enter_context(passer(routes["direct"].url))
     return routes
 
