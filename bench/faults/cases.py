@@ -230,7 +230,7 @@ async def _killed(world: FaultNode) -> None:
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 CASES: tuple[Case, ...] = (
-    _death(("agent",), KILL, *_UNKNOWN, "EngineNotReady", "NotGranted"),
+    _death(("agent",), KILL, *_UNKNOWN, "NotGranted"),
     _death(("agent",), STOP, *_UNKNOWN),
     _death(("host",), KILL, "HostStale"),
     _death(("host",), STOP, "HostStale"),

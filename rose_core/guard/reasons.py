@@ -27,7 +27,6 @@ class GateReason(StrEnum):
     SERVING_AWAKE = "ServingAwake"
     MEMORY_PRESSURE = "MemoryPressure"
     DEVICE_UNFIT = "DeviceUnfit"
-    ENGINE_NOT_READY = "EngineNotReady"
     HOST_STALE = "HostStale"
     SIGNAL_MISSING = "SignalMissing"
     SIGNAL_STALE = "SignalStale"

@@ -68,6 +68,19 @@ def test_every_dashboard_is_listed_on_its_page() -> None:
             assert f"| {row.title} | {titles} |" in page, f"{board.title}: {row.title}"
 
 
+def test_every_dashboard_row_and_panel_that_a_runbook_names_is_there() -> None:
+    rows = [row for board in dashboards.ALL for row in board.rows]
+    titles = {board.title for board in dashboards.ALL} | {row.title for row in rows}
+    titles |= {panel.title for row in rows for panel in row.panels}
+    named = {
+        (page.name, " ".join(name.split()))
+        for page in (ROOT / "docs/runbooks").glob("Rose*.md")
+        for name in re.findall(r"(?<!\*)\*([A-Z][^*]+)\*(?!\*)", page.read_text())
+    }
+    assert len(named) > 20
+    assert {one for one in named if one[1] not in titles} == set()
+
+
 @pytest.mark.parametrize("board", dashboards.ALL, ids=lambda board: board.name)
 def test_no_row_of_a_dashboard_has_a_hole(board: Dashboard) -> None:
     filled: dict[int, int] = {}

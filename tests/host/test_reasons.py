@@ -13,6 +13,7 @@ from rose_core.api.reasons import Reason
 from rose_core.devices.mps import MpsRefusal
 from rose_core.guard.reasons import GateReason, slot_reason
 from rose_core.host_reasons import HOST_MEANING, SHOWN_IN_FULL, TROUBLE, HostReason
+from rose_core.telemetry.signal import Doubt
 from rose_core.wire.host import EngineStatus, Holder
 
 ROOT = Path(__file__).parents[2]
@@ -78,3 +79,18 @@ def test_every_word_is_explained_and_the_page_says_so() -> None:
     section = page.partition("## Reasons\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", section, flags=re.MULTILINE)
     assert dict(rows) == {word.value: text for word, text in HOST_MEANING.items()}
+
+
+def test_every_reason_of_a_gate_is_given_somewhere_and_explained_in_the_guards_table() -> None:
+    given = "\n".join(
+        path.read_text()
+        for folder in ("rose_core/guard", "agent/rose_agent/guard")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    unused = set(GateReason) - {
+        GateReason[name] for name in re.findall(r"GateReason\.([A-Z_]+)", given)
+    }
+    assert {reason.value for reason in unused} <= {doubt.value for doubt in Doubt}
+    page = (ROOT / "docs/guard.md").read_text()
+    table = page.partition("## When the gate is open\n")[2].partition("\n### ")[0]
+    assert set(re.findall(r"`(\w+)`", table)) >= {reason.value for reason in GateReason}
