@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from rose_dev.control_plane import ControlPlane
 
 if TYPE_CHECKING:
-    from lightkube import Client
+    from rose_dev.api_client import ApiClient
 
 pytest_plugins = [
     "rose_dev.testing",
@@ -71,9 +71,9 @@ def room_for_routers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def api_client(control_plane: ControlPlane) -> Iterator[Client]:
+def api_client(control_plane: ControlPlane) -> Iterator[ApiClient]:
     """A client of the shared API server, where ROSE's kinds are installed."""
-    from tests.api.installed import connected  # noqa: PLC0415  # lightkube is slow to import
+    from tests.api.installed import connected  # noqa: PLC0415  # the client is slow to import
 
     with connected(control_plane) as client:
         yield client

@@ -26,14 +26,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from lightkube import Client, KubeConfig
-
 from bench.operator.fleet import FULL, NAMESPACE, QUICK, SYSTEM, Scale
 from bench.operator.machines import LEASE_SECONDS, STATUS_SECONDS, Machines
 from bench.operator.phases import POOL, Bench
 from bench.operator.processes import Agents, Operator, ended
 from bench.record import Figure, record
 from rose_core.api.crd import KINDS
+from rose_dev.api_client import ApiClient
 from rose_dev.control_plane import ControlPlane
 from rose_dev.kwok import Kwok
 from rose_dev.waiting import wait_for_answer
@@ -63,9 +62,10 @@ def run(
         ControlPlane() as plane,
         tempfile.TemporaryDirectory() as place,
         Kwok(plane, **kubelets),
+        ApiClient(plane.kubeconfig) as client,
     ):
         folder = Path(place)
-        bench = _prepared(scale, plane)
+        bench = _prepared(scale, plane, client)
         bench.first = Operator("first", plane.kubeconfig, folder, core, profile)
         with ended(bench.first):
             wait_for_answer(bench.first.leads, "the first operator leads")
@@ -80,7 +80,7 @@ def run(
         return bench.figures, [_shape(scale, core)]
 
 
-def _prepared(scale: Scale, plane: ControlPlane) -> Bench:
+def _prepared(scale: Scale, plane: ControlPlane, client: ApiClient) -> Bench:
     """Kinds, namespaces, nodes, pods and pools."""
     crds = (f"--filename={ROOT / 'crds' / kind.plural}.yaml" for kind in KINDS)
     plane.kubectl("apply", *crds)
@@ -88,15 +88,13 @@ def _prepared(scale: Scale, plane: ControlPlane) -> Bench:
     plane.kubectl("wait", "--for=condition=Established", *named)
     for name in (NAMESPACE, SYSTEM):
         plane.kubectl("create", "namespace", name)
-    config = KubeConfig.from_file(str(plane.kubeconfig)).get()
-    client = Client(config=config, trust_env=False)
     machines = Machines(client, scale.fleet)
     started = time.monotonic()
     machines.build()
     took = time.monotonic() - started
     print(f"{scale.fleet.nodes} nodes, {len(machines.pods)} pods stand: {took:.0f} s", flush=True)
     for manifest in scale.fleet.pool_manifests():
-        client.create(POOL.from_dict(manifest))
+        client.create(POOL, manifest)
     return Bench(scale, plane, machines, client)
 
 

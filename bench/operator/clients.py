@@ -1,15 +1,14 @@
 """What clients of the API server cost: list 2,000 leases, then take a change of each.
 
-The clients are lightkube, which the operator uses; kopf, which brings it events; and the asyncio
-client of the official ``kubernetes`` package. They ask the same real API server for the same
+The clients are the asyncio one of the official ``kubernetes`` package, as the operator uses it, and
+kopf, which brings it events. They ask the same real API server for the same
 objects, one process each, one after the other in every round, so that what differs is the client.
 CPU is the process's own, after its imports; memory what the process holds more than after them.
 Every client decodes what it is given and keeps it by name, as a cache does.
 
     python -m bench.operator.clients [--objects 2000] [--rounds 3]
 
-Needs ``make cluster``. A client that is not installed is left out. Next step: docs/decisions/0165
-reads the figures.
+Needs ``make cluster``. Next step: docs/decisions/0165 and 0773 read the figures.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib
-import importlib.util
 import json
 import os
 import statistics
@@ -30,18 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import kopf
-from lightkube import AsyncClient, Client, KubeConfig
-from lightkube.generic_resource import create_namespaced_resource
-from lightkube.types import PatchType
 
 from bench.operator.fleet import NAMESPACE, Fleet
 from bench.record import Figure, figure, record
-from rose_core.api import GROUP, VERSION
 from rose_core.api.crd import KINDS
+from rose_dev.api_client import ApiClient
 from rose_dev.control_plane import ControlPlane
+from rose_operator.kube.api import RESOURCES, ObjectKind
+from rose_wire.api_server import ApiServer, find_access
 
-PLURAL = "rolloutleases"
-LEASE = create_namespaced_resource(GROUP, VERSION, "RolloutLease", PLURAL)
+LEASE = RESOURCES[ObjectKind.LEASE]
 _ROOT = Path(__file__).parents[2]
 _PAGE = 500
 _SECONDS = 300.0
@@ -51,16 +46,15 @@ Seen = Callable[[], None]
 Run = Callable[[Seen, Seen], Awaitable[None]]
 
 
-async def _lightkube(listed: Seen, seen: Seen) -> None:
-    client = AsyncClient(_kubeconfig(), trust_env=False)
+async def _official(listed: Seen, seen: Seen) -> None:
+    server = ApiServer(await find_access(Path(os.environ["KUBECONFIG"])), trust_env=False)
     store: dict[str, Any] = {}
-    found = client.list(LEASE, namespace="*", chunk_size=_PAGE)
-    async for item in found:
-        store[item["metadata"]["name"]] = dict(item)
+    items, version = await server.list(LEASE, page=_PAGE)
+    for item in items:
+        store[item["metadata"]["name"]] = item
         listed()
-    version = found.resourceVersion
-    async for _, item in client.watch(LEASE, namespace="*", resource_version=version):
-        store[item["metadata"]["name"]] = dict(item)
+    async for _, item in server.watch(LEASE, version):
+        store[item["metadata"]["name"]] = item
         seen()
 
 
@@ -74,7 +68,7 @@ async def _kopf(listed: Seen, seen: Seen) -> None:
     def login(**given: Any) -> kopf.ConnectionInfo | None:  # noqa: ANN401  # kopf's own signature
         return kopf.login_with_kubeconfig(**given)
 
-    @kopf.on.event(GROUP, VERSION, PLURAL, registry=handlers)
+    @kopf.on.event(LEASE.group, LEASE.version, LEASE.plural, registry=handlers)
     async def changed(event: kopf.RawEvent, **_: Any) -> None:  # noqa: ANN401  # likewise
         item: dict[str, Any] = dict(event["object"])
         store[item["metadata"]["name"]] = item
@@ -83,50 +77,7 @@ async def _kopf(listed: Seen, seen: Seen) -> None:
     await kopf.operator(registry=handlers, settings=settings, clusterwide=True, standalone=True)
 
 
-async def _official(listed: Seen, seen: Seen) -> None:
-    # Of no extra: the package is compared with, not used.
-    kubernetes = importlib.import_module("kubernetes.aio")
-    client, watch = kubernetes.client, importlib.import_module("kubernetes.aio.watch")
-    settings = client.Configuration()
-    await importlib.import_module("kubernetes.aio.config").load_kube_config(
-        config_file=os.environ["KUBECONFIG"], client_configuration=settings
-    )
-    store: dict[str, Any] = {}
-    async with client.ApiClient(settings) as api:
-        objects = client.CustomObjectsApi(api)
-        page: dict[str, Any] = {"metadata": {"continue": ""}}
-        more: dict[str, str] = {}
-        while True:
-            page = await objects.list_cluster_custom_object(
-                GROUP, VERSION, PLURAL, limit=_PAGE, **more
-            )
-            for item in page["items"]:
-                store[item["metadata"]["name"]] = item
-                listed()
-            if not page["metadata"].get("continue"):
-                break
-            more = {"_continue": page["metadata"]["continue"]}
-        version = page["metadata"]["resourceVersion"]
-        async with watch.Watch() as changes:
-            async for change in changes.stream(
-                *(objects.list_cluster_custom_object, GROUP, VERSION, PLURAL),
-                resource_version=version,
-            ):
-                item = change["object"]
-                store[item["metadata"]["name"]] = item
-                seen()
-
-
-CLIENTS: dict[str, tuple[str, Run]] = {
-    "lightkube": ("lightkube", _lightkube),
-    "kopf": ("kopf", _kopf),
-    "kubernetes.aio": ("kubernetes", _official),
-}
-"""Name -> the package that it needs, and the client."""
-
-
-def _kubeconfig() -> KubeConfig:
-    return KubeConfig.from_file(os.environ["KUBECONFIG"])
+CLIENTS: dict[str, Run] = {"kubernetes.aio": _official, "kopf": _kopf}
 
 
 def _rss() -> int:
@@ -135,9 +86,7 @@ def _rss() -> int:
 
 async def child(name: str, objects: int) -> None:
     """Run one client; print a line once it has listed, and then what it took."""
-    run, ended = CLIENTS[name][1], asyncio.Event()
-    for module in {"kubernetes.aio": ("kubernetes.aio", "kubernetes.aio.watch")}.get(name, ()):
-        importlib.import_module(module)
+    run, ended = CLIENTS[name], asyncio.Event()
     counts = {"listed": 0, "seen": 0}
     begin, before = time.process_time(), _rss()
     found: dict[str, float] = {"imports_mib": before / 2**20}
@@ -176,7 +125,7 @@ class Leases:
         objects: how many.
     """
 
-    def __init__(self, plane: ControlPlane, client: Client, objects: int) -> None:
+    def __init__(self, plane: ControlPlane, client: ApiClient, objects: int) -> None:
         crds = (f"--filename={_ROOT / 'crds' / kind.plural}.yaml" for kind in KINDS)
         plane.kubectl("apply", *crds)
         plane.kubectl("wait", "--for=condition=Established", *(f"crd/{k.full_name}" for k in KINDS))
@@ -186,7 +135,7 @@ class Leases:
         self._turn = 0
         fleet = Fleet()
         for number, name in enumerate(self._names):
-            self._client.create(LEASE.from_dict(fleet.lease(name, number % fleet.pools, 4)))
+            self._client.create(LEASE, fleet.lease(name, number % fleet.pools, 4))
 
     def change(self) -> None:
         """One change of every lease: its status, as the operator writes it."""
@@ -203,23 +152,13 @@ class Leases:
             for kind in ("Accepted", "Ready", "Serving", "Progressing")
         ]
         for name in self._names:
-            self._client.patch(
-                LEASE.Status,
-                name,
-                {"status": {"slotsReady": 4, "conditions": conditions}},
-                namespace=NAMESPACE,
-                patch_type=PatchType.MERGE,
-            )
+            status = {"status": {"slotsReady": 4, "conditions": conditions}}
+            self._client.merge(LEASE, name, status, NAMESPACE, "status")
 
     def size(self) -> float:
         """Mean bytes of a lease as JSON."""
-        found = [len(json.dumps(dict(one))) for one in self._client.list(LEASE, namespace="*")]
+        found = [len(json.dumps(one)) for one in self._client.list(LEASE)]
         return statistics.fmean(found)
-
-
-def _client(plane: ControlPlane) -> Client:
-    config = KubeConfig.from_file(str(plane.kubeconfig)).get()
-    return Client(config=config, trust_env=False)
 
 
 def measured(name: str, leases: Leases, objects: int, kubeconfig: Path) -> dict[str, float]:
@@ -250,9 +189,9 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.client:
         asyncio.run(child(given.client, given.objects))
-    names = [name for name, (needs, _) in CLIENTS.items() if importlib.util.find_spec(needs)]
+    names = list(CLIENTS)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    with ControlPlane() as plane, _client(plane) as client:
+    with ControlPlane() as plane, ApiClient(plane.kubeconfig) as client:
         leases = Leases(plane, client, given.objects)
         leases.change()
         for _ in range(given.rounds):

@@ -10,21 +10,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-
-from lightkube import Client, codecs
-from lightkube.models.core_v1 import Container, PodSpec
-from lightkube.models.meta_v1 import ObjectMeta
-from lightkube.operators import not_equal
-from lightkube.resources.core_v1 import Node, Pod, ServiceAccount
-from lightkube.types import PatchType
+from functools import partial
+from typing import Any
 
 from bench.operator.agents import Replaced
 from bench.operator.fleet import NAMESPACE, Fleet
 from rose_dev import kwok
+from rose_dev.api_client import ApiClient
 from rose_dev.waiting import wait_for_answer
+from rose_operator.kube.api import RESOURCES, ObjectKind
+from rose_wire.api_server import Resource
 
+_NODE = RESOURCES[ObjectKind.NODE]
+_POD = Resource("", "v1", "Pod", "pods")
+_ACCOUNT = Resource("", "v1", "ServiceAccount", "serviceaccounts")
 _THREADS = 8
-_PAGE = 500
 STATUS_SECONDS = 300
 LEASE_SECONDS = 400
 
@@ -36,7 +36,7 @@ class Machines:
         pods: serving pod -> its uid, of those that stand now.
     """
 
-    def __init__(self, client: Client, fleet: Fleet) -> None:
+    def __init__(self, client: ApiClient, fleet: Fleet) -> None:
         self.pods: dict[str, str] = {}
         self._client, self._random = client, random.Random(2)
         self._fleet = fleet
@@ -53,20 +53,15 @@ class Machines:
         Raises:
             StartFailed: KWOK does not get them there.
         """
-        account = ServiceAccount(metadata=ObjectMeta(name="default", namespace=NAMESPACE))
-        self._client.create(account)
-        manifests = kwok.node_manifests(self._fleet.nodes_by_name())
-        nodes = [codecs.from_dict(manifest) for manifest in manifests]
+        account = {"metadata": {"name": "default", "namespace": NAMESPACE}}
+        self._client.create(_ACCOUNT, account)
+        nodes = kwok.node_manifests(self._fleet.nodes_by_name())
         pods = [_pod(name, node, pool) for name, (node, pool) in self._places.items()]
-        # The first use completes lightkube's classes, which threads must not do at the same time.
-        for one in (nodes[0], pods[0]):
-            one.to_dict()  # type: ignore[no-untyped-call]
         with ThreadPoolExecutor(_THREADS) as threads:
-            list(threads.map(self._client.create, nodes))
+            list(threads.map(partial(self._client.create, _NODE), nodes))
             self.pods = {
-                one.metadata.name: one.metadata.uid
-                for one in threads.map(self._client.create, pods)
-                if one.metadata and one.metadata.name and one.metadata.uid
+                one["metadata"]["name"]: one["metadata"]["uid"]
+                for one in threads.map(partial(self._client.create, _POD), pods)
             }
         wait_for_answer(self._all_run, f"{len(self.pods)} pods run", 300, pause=1.0)
 
@@ -76,9 +71,8 @@ class Machines:
         node, pool = self._places[old]
         self._made += 1
         new = f"{old.partition('-r')[0]}-r{self._made}"
-        made = self._client.create(_pod(new, node, pool))
-        self._client.delete(Pod, old, namespace=NAMESPACE)
-        uid = str(made.metadata.uid) if made.metadata else ""
+        uid = str(self._client.create(_POD, _pod(new, node, pool))["metadata"]["uid"])
+        self._client.delete(_POD, old, NAMESPACE)
         del self.pods[old]
         self.pods[new], self._places[new] = uid, (node, pool)
         return Replaced(old, new, uid)
@@ -87,26 +81,20 @@ class Machines:
         """Mark nodes as unschedulable, or no longer."""
         change = {"spec": {"unschedulable": cordoned or None}}
         for name in names:
-            self._client.patch(Node, name, change, patch_type=PatchType.MERGE)
+            self._client.merge(_NODE, name, change)
 
     def _all_run(self) -> bool:
         # Those that do not run yet, so that a look costs less the further KWOK is.
-        late = self._client.list(
-            Pod,
-            namespace=NAMESPACE,
-            fields={"status.phase": not_equal("Running")},
-            chunk_size=_PAGE,
-        )
-        return next(iter(late), None) is None
+        return not self._client.list(_POD, NAMESPACE, fields="status.phase!=Running")
 
 
-def _pod(name: str, node: str, pool: str) -> Pod:
+def _pod(name: str, node: str, pool: str) -> dict[str, Any]:
     labels = {"app": pool.partition("/")[2]}
-    return Pod(
-        metadata=ObjectMeta(name=name, namespace=NAMESPACE, labels=labels),
-        spec=PodSpec(
-            containers=[Container(name="serving", image="serving")],
-            nodeName=node,
-            terminationGracePeriodSeconds=5,
-        ),
-    )
+    return {
+        "metadata": {"name": name, "namespace": NAMESPACE, "labels": labels},
+        "spec": {
+            "containers": [{"name": "serving", "image": "serving"}],
+            "nodeName": node,
+            "terminationGracePeriodSeconds": 5,
+        },
+    }

@@ -5,28 +5,25 @@ from __future__ import annotations
 import random
 import time
 
-from lightkube import Client
-from lightkube.generic_resource import create_namespaced_resource
-from lightkube.types import PatchType
-
 from bench.operator.fleet import NAMESPACE, SYSTEM, Scale
 from bench.operator.machines import Machines
 from bench.operator.processes import Agents, Operator
 from bench.record import Figure, figure
+from rose_dev.api_client import ApiClient
 from rose_dev.control_plane import ControlPlane
 from rose_dev.errors import StartFailed
 from rose_dev.waiting import wait_for_answer
+from rose_operator.kube.api import RESOURCES, ObjectKind
 
-POOL = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "ServingPool", "servingpools")
-_LEASE = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutLease", "rolloutleases")
-_SLOT = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutSlot", "rolloutslots")
+POOL = RESOURCES[ObjectKind.POOL]
+_LEASE, _SLOT = RESOURCES[ObjectKind.LEASE], RESOURCES[ObjectKind.SLOT]
 
 
 class Bench:
     """One run."""
 
     def __init__(
-        self, scale: Scale, plane: ControlPlane, machines: Machines, client: Client
+        self, scale: Scale, plane: ControlPlane, machines: Machines, client: ApiClient
     ) -> None:
         self.scale, self.plane, self.machines, self.client = scale, plane, machines, client
         self.first: Operator
@@ -42,7 +39,7 @@ class Bench:
 
     def slots(self) -> dict[str, str]:
         """Slots by name -> uid."""
-        found = (dict(slot)["metadata"] for slot in self.client.list(_SLOT, namespace=SYSTEM))
+        found = (slot["metadata"] for slot in self.client.list(_SLOT, SYSTEM))
         return {metadata["name"]: metadata["uid"] for metadata in found}
 
     def fill(self) -> None:
@@ -51,7 +48,7 @@ class Bench:
         before = self.first.writes()
         started = time.monotonic()
         for manifest in self.scale.fleet.lease_manifests():
-            self.client.create(_LEASE.from_dict(manifest))
+            self.client.create(_LEASE, manifest)
         self.add("fill: applying the leases", time.monotonic() - started, "s")
         wait_for_answer(
             lambda: len(self.agents.granted()) >= wanted, f"{wanted} slots are granted", 300
@@ -93,11 +90,11 @@ class Bench:
         for number in range(self.scale.probes):
             name = f"probe-{number}"
             pool = self.random.randrange(self.scale.fleet.pools)
-            self.client.create(_LEASE.from_dict(self.scale.fleet.lease(name, pool, 1)))
+            self.client.create(_LEASE, self.scale.fleet.lease(name, pool, 1))
             applied = time.monotonic()
             seconds.append(self._granted(name) - applied)
             time.sleep(self.random.random() * 0.5)
-            self.client.delete(_LEASE, name, namespace=NAMESPACE)
+            self.client.delete(_LEASE, name, NAMESPACE)
         seconds.sort()
         self.add("lease applied -> grant, median", seconds[len(seconds) // 2], "s")
         p99 = seconds[min(len(seconds) - 1, round(len(seconds) * 0.99))]
@@ -118,7 +115,7 @@ class Bench:
                 f"lease {key} is granted",
             ).at
         except StartFailed as error:
-            status = dict(self.client.get(_LEASE, name, namespace=NAMESPACE)).get("status")
+            status = self.client.get(_LEASE, name, NAMESPACE).get("status")
             message = (
                 f"{error}; its status: {status}; the operator's log ends: {self.first.log_tail()}"
             )
@@ -134,7 +131,7 @@ class Bench:
         while time.monotonic() - started < self.scale.churn_seconds:
             name = f"grpo-{self.random.randrange(fleet.leases)}"
             slots = {"spec": {"slots": {"max": self.random.randint(1, fleet.slots_per_lease)}}}
-            self.client.patch(_LEASE, name, slots, namespace=NAMESPACE, patch_type=PatchType.MERGE)
+            self.client.merge(_LEASE, name, slots, NAMESPACE)
             self.agents.replace(self.machines.replace())
             time.sleep(0.5)
         share = (self.first.cpu_seconds() - cpu) / (time.monotonic() - started) * 100
@@ -178,11 +175,11 @@ class Bench:
         count, before, writes = self.scale.poison, self.slots(), self.first.writes()
         started = time.monotonic()
         for number in range(count):
-            self.client.create(_LEASE.from_dict(self.scale.fleet.poison(number)))
+            self.client.create(_LEASE, self.scale.fleet.poison(number))
 
         def reasons() -> bool:
-            found = self.client.list(_LEASE, namespace=NAMESPACE, chunk_size=250)
-            failed = [one for one in map(dict, found) if one.get("status")]
+            found = self.client.list(_LEASE, NAMESPACE)
+            failed = [one for one in found if one.get("status")]
             return count == sum("poison-" in one["metadata"]["name"] for one in failed)
 
         wait_for_answer(reasons, f"{count} poison leases have their reasons", 300, pause=1.0)

@@ -26,7 +26,6 @@ from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
 
 from aiohttp import web
-from lightkube import AsyncClient
 
 from rose_core.api import RolloutLease
 from rose_operator import metrics
@@ -47,6 +46,7 @@ from rose_operator.settings import AUTHORITY, Settings
 from rose_operator.sync.demand import Demands
 from rose_operator.sync.enrolment import NodeAuthority, NodeEnrolment, RouterEnrolment, RouterTrust
 from rose_operator.sync.service import SyncService
+from rose_wire.api_server import ApiServer
 from rose_wire.observability import pages
 from rose_wire.rpc import Server
 from rose_wire.services import NOTICES, SYNC
@@ -102,13 +102,13 @@ class SigningKeys:
 class Operator:
     """Everything of one operator process."""
 
-    def __init__(self, settings: Settings, client: AsyncClient, lock_client: AsyncClient) -> None:
+    def __init__(self, settings: Settings, server: ApiServer, lock_server: ApiServer) -> None:
         self.settings = settings
-        self._client = client
+        self._server = server
         self.changed = asyncio.Event()
         self.stop = asyncio.Event()
         self.api = Api(
-            client,
+            server,
             settings.namespace,
             lambda: self.lock.may_write,
             routers=settings.routers,
@@ -128,7 +128,7 @@ class Operator:
         self.cluster_facts = ClusterFacts(self.changed.set)
         self.notices = Notices()
         self.lock = LeaderLock(
-            Api(lock_client, settings.namespace),
+            Api(lock_server, settings.namespace),
             identity=settings.identity,
             duration=settings.lock_seconds,
             offline_seconds=settings.offline_seconds,
@@ -136,7 +136,7 @@ class Operator:
         )
         self.renewing = LockRenewal(
             self.lock,
-            lock_client.close,
+            lock_server.close,
             clock=time.monotonic,
             stuck_seconds=settings.lock_seconds,
         )
@@ -305,7 +305,7 @@ class Operator:
             work["keys"] = self.keys.keep()
         if self.settings.own_secrets is not None:
             # Not the leader's alone: each replica listens with what it holds.
-            writing = Api(self._client, self.settings.namespace)
+            writing = Api(self._server, self.settings.namespace)
             work["own secrets"] = OwnSecrets(
                 writing, self.settings.own_secrets, wall=time.time
             ).keep()

@@ -9,15 +9,13 @@ import logging
 import sys
 import time
 
-import httpx
-from lightkube import AsyncClient
-from lightkube.core.exceptions import ConfigError
-
 from rose_operator import own_secrets
 from rose_operator.app import Operator
 from rose_operator.errors import ApiRefused, ApiUnavailable, ConfigurationError
 from rose_operator.kube.api import FIELD_MANAGER, Api
 from rose_operator.settings import Settings, parse
+from rose_wire.api_server import ANSWER_SECONDS, ApiServer, find_access
+from rose_wire.errors import NotConfigured
 
 # So many requests that get no answer fit into the duration of the Lease.
 _LOCK_REQUESTS = 5
@@ -42,8 +40,7 @@ def main(argv: list[str]) -> int:
         level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     # kopf tells every failed attempt of every watch; the leader lock already tells the outage.
-    for noisy in ("kopf", "httpx", "httpcore"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    logging.getLogger("kopf").setLevel(logging.CRITICAL)
     _spare_collections()
     return asyncio.run(_run(settings))
 
@@ -54,20 +51,24 @@ async def _make(own: own_secrets.SecretOptions, argv: list[str]) -> int:
     parser.add_argument("--namespace", default="rose-system")
     namespace: str = parser.parse_known_args(argv)[0].namespace
     try:
-        client = AsyncClient(field_manager=FIELD_MANAGER)
-    except ConfigError as error:
+        server = await _server()
+    except NotConfigured as error:
         return _no_cluster(error)
     try:
-        await own_secrets.OwnSecrets(Api(client, namespace), own, wall=time.time).make()
+        await own_secrets.OwnSecrets(Api(server, namespace), own, wall=time.time).make()
     except (ApiRefused, OSError) as error:
         sys.stderr.write(f"rose operator: own secrets: {error}\n")
         return 1
     finally:
-        await client.close()
+        await server.close()
     return 0
 
 
-def _no_cluster(error: ConfigError) -> int:
+async def _server(seconds: float = ANSWER_SECONDS) -> ApiServer:
+    return ApiServer(await find_access(), seconds=seconds, field_manager=FIELD_MANAGER)
+
+
+def _no_cluster(error: NotConfigured) -> int:
     text = f"no cluster: {error}; run it in a pod, or set KUBECONFIG"
     sys.stderr.write(f"rose operator: {text}\n")
     return 2
@@ -86,14 +87,13 @@ def _spare_collections() -> None:
 
 async def _run(settings: Settings) -> int:
     try:
-        client = AsyncClient(field_manager=FIELD_MANAGER)
+        server = await _server()
         # The lock's requests must fail while there is still time for another try.
-        patience = httpx.Timeout(settings.lock_seconds / _LOCK_REQUESTS)
-        lock_client = AsyncClient(field_manager=FIELD_MANAGER, timeout=patience)
-    except ConfigError as error:
+        lock_server = await _server(settings.lock_seconds / _LOCK_REQUESTS)
+    except NotConfigured as error:
         return _no_cluster(error)
     try:
-        operator = Operator(settings, client, lock_client)
+        operator = Operator(settings, server, lock_server)
         if settings.router_authentication:
             await operator.keys.read()
         return await operator.run()
@@ -106,4 +106,4 @@ async def _run(settings: Settings) -> int:
         )
         return 1
     finally:
-        await client.close()
+        await server.close()

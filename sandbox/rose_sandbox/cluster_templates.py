@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
-import httpx
-from lightkube import ApiError, AsyncClient, KubeConfig
-from lightkube.core.exceptions import ConfigError
-from lightkube.generic_resource import create_namespaced_resource
-
 from rose_sandbox.errors import NoTemplates, Unavailable, UnknownTemplate
+from rose_wire.api_server import ApiServer, ClusterAccess, Resource, find_access
+from rose_wire.errors import NotConfigured, StatusError
+from rose_wire.errors import Unavailable as NoAnswer
 
 GROUP, VERSION, PLURAL = "extensions.agents.x-k8s.io", "v1beta1", "sandboxtemplates"
 READ_SECONDS = 10.0
@@ -22,7 +21,7 @@ READ_SECONDS = 10.0
 _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 """Of an object of a cluster. Of another the client would make a path that leads elsewhere, as
 ``..`` does: to templates of other namespaces, or to whatever else this host may get."""
-_SandboxTemplate = create_namespaced_resource(GROUP, VERSION, "SandboxTemplate", PLURAL)
+_TEMPLATES = Resource(GROUP, VERSION, "SandboxTemplate", PLURAL)
 
 
 class ClusterTemplates:
@@ -30,56 +29,52 @@ class ClusterTemplates:
 
     Args:
         namespace: of the templates.
-        config: of the API server; None: as a pod finds it, or ``KUBECONFIG``.
+        access: to the API server; None: as a pod finds it, or ``KUBECONFIG``.
     """
 
-    def __init__(self, namespace: str, config: KubeConfig | None = None) -> None:
-        self._namespace, self._config = namespace, config
-        self._client: AsyncClient | None = None
+    def __init__(self, namespace: str, access: ClusterAccess | None = None) -> None:
+        self._namespace, self._access = namespace, access
+        self._server: ApiServer | None = None
 
     async def read(self, name: str) -> Mapping[str, Any]:
         """See ``TemplateSource``."""
         if not _NAME.fullmatch(name):
             raise UnknownTemplate(f"{name!r} is no name of a SandboxTemplate")
-        client = self._opened()
+        server = await self._opened()
         try:
-            found = await client.get(_SandboxTemplate, name, namespace=self._namespace)
-        except ApiError as error:
+            found = await server.get(_TEMPLATES, name, self._namespace)
+        except StatusError as error:
             raise self._named(error, name) from error
-        except httpx.HTTPStatusError as error:
-            # An API server that does not know the kind says so in plain text.
-            if error.response.status_code == httpx.codes.NOT_FOUND:
-                raise _not_installed() from error
-            raise Unavailable(f"the API server answered {error.response.status_code}") from error
-        except httpx.HTTPError as error:
-            raise Unavailable(f"the API server does not answer: {error!r}") from error
+        except NoAnswer as error:
+            raise Unavailable(f"the API server does not answer: {error}") from error
         spec: Mapping[str, Any] = found["spec"]
         return spec
 
-    def _opened(self) -> AsyncClient:
-        if self._client is None:
+    async def _opened(self) -> ApiServer:
+        if self._server is None:
             try:
-                config = self._config or KubeConfig.from_env()
-                timeout = httpx.Timeout(READ_SECONDS)
-                self._client = AsyncClient(config=config, timeout=timeout, trust_env=False)
-            except (ConfigError, OSError, ValueError) as error:
+                access = self._access or await find_access()
+                self._server = ApiServer(access, seconds=READ_SECONDS, trust_env=False)
+            except NotConfigured as error:
                 raise NoTemplates(f"this host finds no API server: {error}") from error
-        return self._client
+        return self._server
 
-    def _named(self, error: ApiError, name: str) -> Exception:
+    def _named(self, error: StatusError, name: str) -> Exception:
         where = f"namespace {self._namespace}"
-        if error.status.code == httpx.codes.NOT_FOUND:
+        if error.code == HTTPStatus.NOT_FOUND and not error.details:
+            return _not_installed()  # a server that does not know the kind says so in plain text
+        if error.code == HTTPStatus.NOT_FOUND:
             return UnknownTemplate(f"no SandboxTemplate {name} in {where}")
-        if error.status.code in {httpx.codes.FORBIDDEN, httpx.codes.UNAUTHORIZED}:
+        if error.code in {HTTPStatus.FORBIDDEN, HTTPStatus.UNAUTHORIZED}:
             return NoTemplates(
-                f"this host may not get {PLURAL}.{GROUP} in {where}: {error.status.message}"
+                f"this host may not get {PLURAL}.{GROUP} in {where}: {error.message}"
             )
-        return Unavailable(f"the API server refused {name}: {error.status.message}")
+        return Unavailable(f"the API server refused {name}: {error.message}")
 
     async def close(self) -> None:
         """Let go of the API server."""
-        if self._client is not None:
-            await self._client.close()
+        if self._server is not None:
+            await self._server.close()
 
 
 def _not_installed() -> NoTemplates:

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightkube import Client, KubeConfig
-
 from rose_core.api.crd import KINDS
+from rose_dev.api_client import ApiClient
 from rose_dev.control_plane import ControlPlane
 from rose_dev.errors import CommandFailed
 from rose_dev.waiting import wait_until_established
@@ -16,13 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def connected(plane: ControlPlane) -> Iterator[Client]:
+def connected(plane: ControlPlane) -> Iterator[ApiClient]:
     """A client of an API server that knows the kinds."""
     install(plane)
-    config = KubeConfig.from_file(str(plane.kubeconfig)).get()
-    client = Client(config=config, trust_env=False)
-    yield client
-    client._client._client.close()
+    with ApiClient(plane.kubeconfig) as client:
+        yield client
 
 
 def install(plane: ControlPlane) -> None:

@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import yaml
-from lightkube import ApiError, Client
-from lightkube.generic_resource import create_global_resource, create_namespaced_resource
-from lightkube.types import PatchType
 
 from rose_core.api.crd import KINDS as DEFINITIONS
 from rose_core.api.schema import structural
+from rose_dev.api_client import ApiClient
 from rose_dev.generate import rules
+from rose_wire.api_server import Resource
+from rose_wire.errors import StatusError
 from tests.api.objects import KINDS, SLOT, changed
 
-RESOURCES: dict[str, Any] = {
-    kind.name: (create_namespaced_resource if kind.namespaced else create_global_resource)(
-        "rose-gpu.dev", "v1alpha1", kind.name, kind.plural
-    )
+RESOURCES = {
+    kind.name: Resource("rose-gpu.dev", "v1alpha1", kind.name, kind.plural, kind.namespaced)
     for kind in DEFINITIONS
 }
 
@@ -304,29 +302,25 @@ BOUNDS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def created(client: Client, kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+def created(client: ApiClient, kind: str, changes: dict[str, Any]) -> dict[str, Any]:
     """Ask the API server to validate and default, without keeping anything."""
     body = changed(KINDS[kind], {"metadata.name": "never-kept"} | changes)
-    dry = Client(config=client.config, trust_env=False, dry_run=True)
-    try:
-        return dict(dry.create(RESOURCES[kind].from_dict(body)))
-    finally:
-        dry._client._client.close()
+    return client.create(RESOURCES[kind], body, dry_run=True)
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(("kind", "text"), CREATION, ids=str)
-def test_a_rule_on_creation(client: Client, kind: str, text: str) -> None:
+def test_a_rule_on_creation(client: ApiClient, kind: str, text: str) -> None:
     good, bad = CREATION[kind, text]
     created(client, kind, good)
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(StatusError) as refused:
         created(client, kind, bad)
-    assert refused.value.status.code == 422
+    assert refused.value.code == 422
     assert text in str(refused.value)
 
 
 @pytest.fixture(scope="module")
-def existing(client: Client) -> Iterator[Client]:
+def existing(client: ApiClient) -> Iterator[ApiClient]:
     """One lease and one released slot that rules about changes are tried on."""
     released = {"spec.desired": "Released", "spec.releaseReason": "Preempted"}
     things = {
@@ -334,41 +328,39 @@ def existing(client: Client) -> Iterator[Client]:
         "RolloutSlot": changed(SLOT, released),
     }
     for kind, body in things.items():
-        client.create(RESOURCES[kind].from_dict(body))
+        client.create(RESOURCES[kind], body)
     yield client
     for kind, body in things.items():
-        client.delete(RESOURCES[kind], body["metadata"]["name"], namespace="default")
+        client.delete(RESOURCES[kind], body["metadata"]["name"], "default")
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(("kind", "text"), TRANSITION, ids=str)
-def test_a_rule_on_change(existing: Client, kind: str, text: str) -> None:
+def test_a_rule_on_change(existing: ApiClient, kind: str, text: str) -> None:
     good, bad = TRANSITION[kind, text]
     name = KINDS[kind]["metadata"]["name"]
 
     def change(patch: dict[str, Any]) -> None:
-        existing.patch(
-            RESOURCES[kind], name, patch, namespace="default", patch_type=PatchType.MERGE
-        )
+        existing.merge(RESOURCES[kind], name, patch, "default")
 
     change(good)
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(StatusError) as refused:
         change(bad)
-    assert refused.value.status.code == 422
+    assert refused.value.code == 422
     assert text in str(refused.value)
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(("kind", "changes", "text"), BOUNDS, ids=str)
-def test_a_bound(client: Client, kind: str, changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(ApiError) as refused:
+def test_a_bound(client: ApiClient, kind: str, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(StatusError) as refused:
         created(client, kind, changes)
-    assert refused.value.status.code == 422
+    assert refused.value.code == 422
     assert text in str(refused.value)
 
 
 @pytest.mark.cluster
-def test_defaults_come_from_the_schema(client: Client) -> None:
+def test_defaults_come_from_the_schema(client: ApiClient) -> None:
     pool = created(client, "ServingPool", {})["spec"]
     assert pool["mode"] == "Observe"
     assert not {"memoryHeadroomGiB", "memoryHeadroomPercent"} & set(pool["lending"])
@@ -384,46 +376,42 @@ def test_defaults_come_from_the_schema(client: Client) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.name)
-def test_the_api_server_takes_every_sample(client: Client, sample: Path) -> None:
+def test_the_api_server_takes_every_sample(client: ApiClient, sample: Path) -> None:
     written = yaml.safe_load(sample.read_text())
     assert created(client, written["kind"], {"spec": written["spec"]})["spec"]
 
 
 @pytest.mark.cluster
-def test_a_lease_follows_a_run_by_any_name_that_a_publisher_may_give_it(client: Client) -> None:
+def test_a_lease_follows_a_run_by_any_name_that_a_publisher_may_give_it(client: ApiClient) -> None:
     lease = created(client, "RolloutLease", {"spec.weights.run": "grpo-v2.1"})["spec"]
     assert lease["weights"]["run"] == "grpo-v2.1"
 
 
 @pytest.mark.cluster
-def test_leases_are_selected_by_their_pool(existing: Client) -> None:
-    found = existing.list(
-        RESOURCES["RolloutLease"], namespace="default", fields={"spec.poolRef.name": "chat"}
-    )
-    assert [dict(lease)["metadata"]["name"] for lease in found] == ["grpo"]
-    none = existing.list(
-        RESOURCES["RolloutLease"], namespace="default", fields={"spec.poolRef.name": "x"}
-    )
-    assert list(none) == []
+def test_leases_are_selected_by_their_pool(existing: ApiClient) -> None:
+    leases = RESOURCES["RolloutLease"]
+    found = existing.list(leases, "default", fields="spec.poolRef.name=chat")
+    assert [lease["metadata"]["name"] for lease in found] == ["grpo"]
+    assert existing.list(leases, "default", fields="spec.poolRef.name=x") == []
 
 
 @pytest.mark.cluster
-def test_a_lease_is_scaled_between_its_bounds_and_no_further(existing: Client) -> None:
+def test_a_lease_is_scaled_between_its_bounds_and_no_further(existing: ApiClient) -> None:
     lease = RESOURCES["RolloutLease"]
 
     def scale(slots: int) -> None:
         wanted = {"spec": {"replicas": slots}}
-        existing.patch(lease.Scale, "grpo", wanted, namespace="default", patch_type=PatchType.MERGE)
+        existing.merge(lease, "grpo", wanted, "default", "scale")
 
     scale(4)
-    assert dict(existing.get(lease, "grpo", namespace="default"))["spec"]["slots"]["max"] == 4
-    with pytest.raises(ApiError, match="less than or equal to 1024"):
+    assert existing.get(lease, "grpo", "default")["spec"]["slots"]["max"] == 4
+    with pytest.raises(StatusError, match="less than or equal to 1024"):
         scale(1025)
     # Autoscalers ask for the pods that they watch by this selector, and refuse a scale without one.
     listed = {"status": {"slotsGranted": 2, "selector": "app.kubernetes.io/name=rose-router"}}
-    existing.patch(lease.Status, "grpo", listed, namespace="default", patch_type=PatchType.MERGE)
-    found = existing.get(lease.Scale, "grpo", namespace="default").status
-    assert (found.replicas, found.selector) == (2, "app.kubernetes.io/name=rose-router")
+    existing.merge(lease, "grpo", listed, "default", "status")
+    found = existing.get(lease, "grpo", "default", "scale")["status"]
+    assert found == {"replicas": 2, "selector": "app.kubernetes.io/name=rose-router"}
 
 
 def test_every_rule_has_an_accept_and_a_reject_case() -> None:

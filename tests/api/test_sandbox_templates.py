@@ -10,7 +10,6 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from lightkube import KubeConfig
 
 from rose_core.sandboxes.networks import PUBLIC
 from rose_core.sandboxes.templates import read_template
@@ -21,6 +20,7 @@ from rose_dev.waiting import wait_for_answer, wait_until_established
 from rose_sandbox.cluster_templates import GROUP, ClusterTemplates
 from rose_sandbox.errors import NoTemplates, Unavailable, UnknownTemplate
 from rose_sandbox.templates import Templates
+from rose_wire.api_server import access_to, find_access
 from rose_wire.ports import free_port
 from tests.sandbox.test_host import World
 
@@ -87,28 +87,21 @@ def kinds(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     control_plane.kubectl("delete", "--ignore-not-found", "--timeout=60s", *names)
 
 
-def templates(plane: ControlPlane, namespace: str, kubeconfig: Path | None = None) -> Any:  # noqa: ANN401
-    config = KubeConfig.from_file(str(kubeconfig or plane.kubeconfig))
-    return ClusterTemplates(namespace, config)
+async def templates(plane: ControlPlane, namespace: str) -> ClusterTemplates:
+    return ClusterTemplates(namespace, await find_access(plane.kubeconfig))
 
 
 async def test_a_cluster_without_agent_sandbox_is_said_to_be_one(
     control_plane: ControlPlane, namespace: str
 ) -> None:
-    source = templates(control_plane, namespace)
+    source = await templates(control_plane, namespace)
     with pytest.raises(NoTemplates, match=rf"no sandboxtemplates\.{GROUP} of v1beta1"):
         await source.read("agent")
     await source.close()
 
 
 async def test_an_api_server_that_is_away_is_one_to_ask_again(tmp_path: Path) -> None:
-    nobody = {
-        "clusters": [{"name": "a", "cluster": {"server": f"http://127.0.0.1:{free_port()}"}}],
-        "users": [{"name": "a", "user": {"token": "word"}}],
-        "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
-        "current-context": "a",
-    }
-    source = ClusterTemplates("agents", KubeConfig.from_dict(nobody))
+    source = ClusterTemplates("agents", access_to(f"http://127.0.0.1:{free_port()}", "word"))
     with pytest.raises(Unavailable, match="does not answer"):
         await source.read("agent")
     await source.close()
@@ -123,7 +116,7 @@ async def test_a_sandbox_is_made_of_a_template_of_the_cluster(
     kinds: ControlPlane, namespace: str, tmp_path: Path
 ) -> None:
     applied(kinds, namespace, TEMPLATE)
-    source, world = templates(kinds, namespace), World(tmp_path)
+    source, world = await templates(kinds, namespace), World(tmp_path)
     result, made = await Templates(source, "fake").create(world.host, "s", "agent", {})
     assert (result.session, result.phase) == ("s", "acting")
     assert made.networks == PUBLIC
@@ -182,7 +175,7 @@ async def test_beside_its_controller_a_host_takes_nothing_of_what_is_its(
         same = read_template({**TEMPLATE["spec"], **theirs})
         assert same.networks == PUBLIC, "what it means by no policy is what we mean"
         before = {kind: spoken(kinds, kind, namespace) for kind in (*KINDS, "pods")}
-        source, world = templates(kinds, namespace), World(tmp_path / "host")
+        source, world = await templates(kinds, namespace), World(tmp_path / "host")
         await Templates(source, "fake").create(world.host, "s", "agent", {})
         await world.host.end("s", forget=True)
         await source.close()

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lightkube import AsyncClient, KubeConfig
-from lightkube.config.models import User
 
 from rose_dev.control_plane import ControlPlane
 from rose_dev.shell import run
@@ -18,6 +16,7 @@ from rose_operator.errors import ApiRefused
 from rose_operator.kube.api import Api
 from rose_operator.own_secrets import OwnSecrets, SecretOptions
 from rose_wire import tls
+from rose_wire.api_server import ApiServer, access_to
 from tests.chart.rendering import CHART, HELM
 
 pytestmark = [
@@ -96,13 +95,11 @@ async def test_only_the_operator_may_fill_them_and_it_may_fill_no_other(
         await fill(plane, tmp_path / "others", "rose-operator", first="others")
 
 
-def account(plane: ControlPlane, name: str) -> AsyncClient:
+def account(plane: ControlPlane, name: str) -> ApiServer:
     """A client with the rights of one of the chart's service accounts."""
     token = plane.kubectl("create", "token", name, f"--namespace={SYSTEM}").strip()
-    own = KubeConfig.from_file(str(plane.kubeconfig)).get()
-    assert own is not None
-    config = KubeConfig.from_one(cluster=own.cluster, user=User(token=token), fname=own.fname)
-    return AsyncClient(config=config, trust_env=False)
+    authority = plane.kubeconfig.parent / "ca.crt"
+    return ApiServer(access_to(plane.server, token, authority), trust_env=False)
 
 
 async def fill(plane: ControlPlane, folder: Path, name: str, *, first: str = "rose-token") -> None:
@@ -116,9 +113,9 @@ async def fill(plane: ControlPlane, folder: Path, name: str, *, first: str = "ro
         routers="rose-router-authority",
         names=("*.rose-system.svc",),
     )
-    client = account(plane, name)
+    server = account(plane, name)
     try:
-        own = OwnSecrets(Api(client, SYSTEM), wanted, wall=time.time)
+        own = OwnSecrets(Api(server, SYSTEM), wanted, wall=time.time)
         await own.make()
     finally:
-        await client.close()
+        await server.close()

@@ -1,5 +1,6 @@
 """The verbs for people on a real API server; the operator's part is played where it is asked."""
 
+import asyncio
 import hashlib
 import json
 import threading
@@ -9,20 +10,20 @@ from typing import Any, cast
 from uuid import uuid4
 
 import pytest
-from lightkube import ApiError, Client
-from lightkube.generic_resource import create_namespaced_resource
-from lightkube.types import PatchType
 
 from rose_cli import main as cli
 from rose_cli.ops.cluster import Cluster
 from rose_cli.ops.errors import CommandError
 from rose_core.api import EXPLAIN_ANNOTATION, RESUME_ANNOTATION, STOP_ANNOTATION, ServingPool
+from rose_dev.api_client import ApiClient
 from rose_dev.control_plane import ControlPlane
+from rose_operator.kube.api import RESOURCES, ObjectKind
+from rose_wire.api_server import ApiServer
+from rose_wire.errors import StatusError
 from tests.api.objects import LEASE, POOL, SLOT, changed
 
-LEASES = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutLease", "rolloutleases")
-POOLS = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "ServingPool", "servingpools")
-SLOTS = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutSlot", "rolloutslots")
+LEASES, POOLS = RESOURCES[ObjectKind.LEASE], RESOURCES[ObjectKind.POOL]
+SLOTS = RESOURCES[ObjectKind.SLOT]
 NOWHERE = """\
 apiVersion: v1
 kind: Config
@@ -36,15 +37,15 @@ users: [{name: u, user: {}}]
 class Town:
     """A namespace with a lending pool and a lease."""
 
-    def __init__(self, plane: ControlPlane, client: Client) -> None:
+    def __init__(self, plane: ControlPlane, client: ApiClient) -> None:
         self.plane, self.client = plane, client
         self.namespace = f"cli-{uuid4().hex[:8]}"
         plane.kubectl("create", "namespace", self.namespace)
         place = {"metadata.namespace": self.namespace}
         lends = {"spec.mode": "Lend", "spec.slo": {"ttftMilliseconds": 500}}
-        client.create(POOLS.from_dict(changed(POOL, place | lends)))
+        client.create(POOLS, changed(POOL, place | lends))
         borrows = {"spec.poolRef.namespace": self.namespace}
-        client.create(LEASES.from_dict(changed(LEASE, place | borrows)))
+        client.create(LEASES, changed(LEASE, place | borrows))
 
     def rose(self, *words: str) -> int:
         config = [f"--kubeconfig={self.plane.kubeconfig}"]
@@ -52,23 +53,23 @@ class Town:
         return cli.main([*words, *config, *place])
 
     def pool(self) -> dict[str, Any]:
-        return dict(self.client.get(POOLS, "chat", namespace=self.namespace))
+        return self.client.get(POOLS, "chat", self.namespace)
 
     def lease(self) -> dict[str, Any]:
-        return dict(self.client.get(LEASES, "grpo", namespace=self.namespace))
+        return self.client.get(LEASES, "grpo", self.namespace)
 
     def slot(self, node: str) -> None:
         member = SLOT["spec"]["members"][0] | {"node": node}
         place = {"metadata.namespace": self.namespace, "spec.members": [member]}
         pool = {"spec.poolRef.namespace": self.namespace}
-        self.client.create(SLOTS.from_dict(changed(SLOT, place | pool)))
+        self.client.create(SLOTS, changed(SLOT, place | pool))
 
     def give_back(self) -> None:
-        self.client.delete(SLOTS, SLOT["metadata"]["name"], namespace=self.namespace)
+        self.client.delete(SLOTS, SLOT["metadata"]["name"], self.namespace)
 
 
 @pytest.fixture
-def town(control_plane: ControlPlane, api_client: Client) -> Town:
+def town(control_plane: ControlPlane, api_client: ApiClient) -> Town:
     return Town(control_plane, api_client)
 
 
@@ -124,14 +125,9 @@ def test_a_caller_from_outside_is_granted_listed_and_revoked(
     assert "it has: second" in capsys.readouterr().err
     # What the API server itself refuses: a credential in the place of its hash, a name twice.
     for wrong in ([{"name": "a", "sha256": secret}], [entry, entry]):
-        with pytest.raises(ApiError, match=r"sha256|[Dd]uplicate"):
-            town.client.patch(
-                LEASES,
-                "grpo",
-                {"spec": {"router": {"callers": wrong}}},
-                namespace=town.namespace,
-                patch_type=PatchType.MERGE,
-            )
+        changes = {"spec": {"router": {"callers": wrong}}}
+        with pytest.raises(StatusError, match=r"sha256|[Dd]uplicate"):
+            town.client.merge(LEASES, "grpo", changes, town.namespace)
 
 
 @pytest.mark.cluster
@@ -153,9 +149,7 @@ def test_explain_asks_waits_for_the_answer_and_takes_the_question_back(
         }
         url = "http://router.rose-system.svc:8000"
         status = {"status": {"explanation": explanation, "routerURL": url}}
-        town.client.patch(
-            LEASES.Status, "grpo", status, namespace=town.namespace, patch_type=PatchType.MERGE
-        )
+        town.client.merge(LEASES, "grpo", status, town.namespace, "status")
 
     operator = threading.Thread(target=answer)
     operator.start()
@@ -179,13 +173,7 @@ def test_models_tells_where_each_lies_and_that_a_node_lacks_it(
     assert "no engine host has reported one" in capsys.readouterr().out
     held = {"name": "qwen3-8b", "digest": "abc", "sizeBytes": 1 << 34, "nodes": ["n1", "n2"]}
     status = {"models": [held, held | {"name": "small", "missingNodes": 1}]}
-    town.client.patch(
-        POOLS.Status,
-        "chat",
-        {"status": status},
-        namespace=town.namespace,
-        patch_type=PatchType.MERGE,
-    )
+    town.client.merge(POOLS, "chat", {"status": status}, town.namespace, "status")
     assert town.rose("models", "qwen*") == 0
     text = capsys.readouterr().out
     assert "16.0 GiB" in text
@@ -203,9 +191,7 @@ def test_models_tells_where_each_lies_and_that_a_node_lacks_it(
 def test_an_autoscaler_gets_size_and_selector_and_scales_a_lease(town: Town) -> None:
     selector = "app.kubernetes.io/name=rose-router,app.kubernetes.io/instance=router-x"
     status = {"status": {"slotsGranted": 1, "selector": selector}}
-    town.client.patch(
-        LEASES.Status, "grpo", status, namespace=town.namespace, patch_type=PatchType.MERGE
-    )
+    town.client.merge(LEASES, "grpo", status, town.namespace, "status")
     path = f"/apis/rose-gpu.dev/v1alpha1/namespaces/{town.namespace}/rolloutleases/grpo/scale"
     found = json.loads(town.plane.kubectl("get", f"--raw={path}"))
     assert found["status"] == {"replicas": 1, "selector": selector}
@@ -240,7 +226,7 @@ def test_pause_waits_for_the_gpus_and_resume_goes_back_to_the_mode_before(
 @pytest.mark.cluster
 def test_resume_does_not_guess_a_mode(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
     paused = {"spec": {"mode": "Paused"}}
-    town.client.patch(POOLS, "chat", paused, namespace=town.namespace, patch_type=PatchType.MERGE)
+    town.client.merge(POOLS, "chat", paused, town.namespace)
     assert town.rose("resume", "chat") == 1
     assert "was not paused by `rose pause`" in capsys.readouterr().err
 
@@ -312,9 +298,9 @@ def test_an_absent_cluster_is_told_in_one_line(
 
 
 class _Shelf:
-    """A client whose only pool fits no schema of this version."""
+    """An API server whose only pool fits no schema of this version."""
 
-    def get(self, *_: object, **__: object) -> dict[str, Any]:
+    async def get(self, *_: object, **__: object) -> dict[str, Any]:
         return changed(POOL, {"spec.engine": {"kind": "Tomorrow"}})
 
 
@@ -322,7 +308,10 @@ def test_an_object_that_cannot_be_read_is_told_and_not_traced(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cluster = Cluster.__new__(Cluster)
-    cluster.namespace, cluster._client = "serving", cast("Client", _Shelf())
-    with pytest.raises(CommandError, match="chat cannot be used as it is"):
+    cluster.namespace, cluster._api = "serving", cast("ApiServer", _Shelf())
+    with (
+        asyncio.Runner() as cluster._runner,
+        pytest.raises(CommandError, match="chat cannot be used as it is"),
+    ):
         cluster.get(ServingPool, "chat")
     assert "spec.engine.kind" in capsys.readouterr().err

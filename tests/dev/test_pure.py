@@ -176,7 +176,7 @@ def test_the_image_holds_every_package_and_no_torch() -> None:
     with_demo = {name.split("/")[0] for _, name in image.code_files(image.checkout(), image.DEMO)}
     assert with_demo - names == {"rose_demo"}
     needed = image.distributions("rose-gpu", image.EXTRAS)
-    assert {"kopf", "lightkube", "grpcio", "numpy"} <= set(needed)
+    assert {"kopf", "kubernetes", "grpcio", "numpy"} <= set(needed)
     assert not {"torch", "transformers", "pytest"} & set(needed)
 
 

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import aiohttp
 from aiohttp import web
-from lightkube import KubeConfig
+
+from rose_wire.api_server import find_access
 
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _HOP = frozenset({"host", "content-length", "transfer-encoding", "connection", "content-encoding"})
@@ -33,9 +34,7 @@ class FaultyProxy:
     """A context manager; ``kubeconfig`` leads through it."""
 
     def __init__(self, kubeconfig: Path, folder: Path) -> None:
-        config = KubeConfig.from_file(str(kubeconfig)).get()
-        assert config is not None
-        self._server = config.cluster.server
+        self._server = asyncio.run(find_access(kubeconfig)).server
         pki = kubeconfig.parent
         self._tls = ssl.create_default_context(cafile=str(pki / "ca.crt"))
         self._tls.load_cert_chain(str(pki / "admin.crt"), str(pki / "admin.key"))

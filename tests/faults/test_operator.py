@@ -10,14 +10,12 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import httpx
 import pytest
-from lightkube import ApiError, Client
-from lightkube.generic_resource import GenericNamespacedResource
-from lightkube.resources.core_v1 import Event
-from lightkube.types import PatchType
 
+from rose_dev.api_client import ApiClient
 from rose_dev.control_plane import ControlPlane
+from rose_wire.api_server import Resource
+from rose_wire.errors import StatusError, Unavailable
 from tests.api.objects import LEASE, POOL, changed
 from tests.faults.operator_proxy import FaultyProxy
 from tests.operator import harness
@@ -85,7 +83,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def plane(
-    control_plane: ControlPlane, api_client: Client, tmp_path_factory: pytest.TempPathFactory
+    control_plane: ControlPlane, api_client: ApiClient, tmp_path_factory: pytest.TempPathFactory
 ) -> Cluster:
     return Cluster(control_plane, api_client, tmp_path_factory.mktemp("faults"))
 
@@ -109,19 +107,19 @@ def scene(plane: Cluster, behind: tuple[FaultyProxy, OperatorProcess]) -> Iterat
         scene.proxy.overload(0.0)
         scene.proxy.refuse("")
         for kind in (harness.LEASE, harness.POOL):
-            until(partial(is_cleared, scene, kind), f"every {kind.__name__} is gone", 120)
+            until(partial(is_cleared, scene, kind), f"every {kind.kind} is gone", 120)
         until(lambda: not scene.slots(), "the slots are given back")
 
 
-def is_cleared(scene: Scene, kind: type[GenericNamespacedResource]) -> bool:
+def is_cleared(scene: Scene, kind: Resource) -> bool:
     """Delete what is left of a kind; later tests' operators see every namespace.
 
     A thousand objects may take a busy API server longer than a client waits for one answer.
     """
     client = scene.cluster.client
-    with suppress(httpx.TimeoutException):
-        client.deletecollection(kind, namespace=scene.namespace)
-    return not list(client.list(kind, namespace=scene.namespace, chunk_size=250))
+    with suppress(Unavailable):
+        client.delete_all(kind, scene.namespace)
+    return not client.list(kind, scene.namespace)
 
 
 def test_a_storm_of_429_delays_and_loses_nothing(scene: Scene) -> None:
@@ -167,20 +165,13 @@ def test_what_others_change_is_put_right_without_a_fight(scene: Scene) -> None:
     released = {"spec": {"desired": "Released", "releaseReason": "Preempted"}}
     client, system = scene.cluster.client, scene.operator.namespace
     name = slot["metadata"]["name"]
-    client.patch(harness.SLOT, name, released, namespace=system, patch_type=PatchType.MERGE)
+    client.merge(harness.SLOT, name, released, system)
     nonsense = {"status": {"slotsGranted": 77, "routerURL": "http://elsewhere"}}
-    client.patch(
-        harness.LEASE.Status,
-        "grpo",
-        nonsense,
-        namespace=scene.namespace,
-        patch_type=PatchType.MERGE,
-    )
+    client.merge(harness.LEASE, "grpo", nonsense, scene.namespace, "status")
     router = f"router-{scene.namespace}-grpo"
-    found = client.list(harness.Service, namespace=system)
-    services = [dict(one)["metadata"]["name"] for one in found]
+    services = [one["metadata"]["name"] for one in client.list(harness.SERVICE, system)]
     mine = next(one for one in services if one.startswith(router[:40]))
-    client.delete(harness.Service, mine, namespace=system)
+    client.delete(harness.SERVICE, mine, system)
 
     def right() -> bool:
         status = (scene.cluster.get(harness.LEASE, "grpo", scene.namespace) or {})["status"]
@@ -190,7 +181,7 @@ def test_what_others_change_is_put_right_without_a_fight(scene: Scene) -> None:
             and "elsewhere" not in status["routerURL"]
             and len(uids) == 1
             and slot["metadata"]["uid"] not in uids
-            and scene.cluster.get(harness.Service, mine, system) is not None
+            and scene.cluster.get(harness.SERVICE, mine, system) is not None
         )
 
     until(right, "slot, status and router are as they should be")
@@ -204,13 +195,8 @@ def test_somebody_who_writes_again_and_again_costs_a_write_each_and_wins_nothing
     (slot,) = scene.slots()
     before = scene.writes("rolloutleases/grpo/status")
     for number in range(MEDDLING):
-        scene.cluster.client.patch(
-            harness.LEASE.Status,
-            "grpo",
-            {"status": {"routerURL": f"http://elsewhere-{number}"}},
-            namespace=scene.namespace,
-            patch_type=PatchType.MERGE,
-        )
+        wrong = {"status": {"routerURL": f"http://elsewhere-{number}"}}
+        scene.cluster.client.merge(harness.LEASE, "grpo", wrong, scene.namespace, "status")
         time.sleep(0.3)
 
     def right() -> bool:
@@ -280,11 +266,11 @@ def create_poison(scene: Scene) -> dict[str, tuple[str, str]]:
         sorts = kinds[-MALFORMED:] if number < MALFORMED_LEASES else kinds[:-MALFORMED]
         changes, reason = BAD[sorts[number % len(sorts)]]
         name = f"poison-{number}"
-        manifests.append(harness.LEASE.from_dict(scene.lease_manifest(name, changes)))
+        manifests.append(scene.lease_manifest(name, changes))
         expected[name] = ("False", reason)
     with unvalidated(scene.cluster.plane), ThreadPoolExecutor(4) as threads:
         until(lambda: loosened(scene), "the API server lets anything in")
-        list(threads.map(scene.cluster.client.create, manifests))
+        list(threads.map(partial(scene.cluster.client.create, harness.LEASE), manifests))
     return expected
 
 
@@ -292,8 +278,8 @@ def loosened(scene: Scene) -> bool:
     """Whether a lease with a spec of the wrong type is let in."""
     manifest = scene.lease_manifest("probe", {"spec": {"slots": "many"}})
     try:
-        scene.cluster.client.create(harness.LEASE.from_dict(manifest))
-    except ApiError:
+        scene.cluster.client.create(harness.LEASE, manifest)
+    except StatusError:
         return False
     scene.cluster.delete(harness.LEASE, "probe", scene.namespace)
     return True
@@ -310,13 +296,12 @@ def test_a_thousand_poison_leases_get_their_reasons_and_harm_nobody(scene: Scene
     scene.granted("good")
 
     def missing() -> dict[str, tuple[str, str]]:
-        listed = scene.cluster.client.list(harness.LEASE, namespace=scene.namespace, chunk_size=250)
-        found = {one["metadata"]["name"]: condition(one, "Accepted") for one in map(dict, listed)}
+        listed = scene.cluster.client.list(harness.LEASE, scene.namespace)
+        found = {one["metadata"]["name"]: condition(one, "Accepted") for one in listed}
         # Where the API server takes no status any more, an Event says why.
-        events = scene.cluster.client.list(Event, namespace=scene.namespace, chunk_size=250)
-        for event in events:
-            if event.reason == "InvalidSpec":
-                found[str(event.involvedObject.name)] = ("False", "InvalidSpec")
+        for event in scene.cluster.client.list(harness.EVENT, scene.namespace):
+            if event.get("reason") == "InvalidSpec":
+                found[event["involvedObject"]["name"]] = ("False", "InvalidSpec")
         wrong = expected.items() - found.items()
         return {name: found.get(name, ("", "")) for name, _ in wrong}
 

@@ -8,32 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightkube import ApiError, Client
-from lightkube.generic_resource import (
-    GenericNamespacedResource,
-    create_api_info,
-    create_namespaced_resource,
-)
-
+from rose_dev.api_client import ApiClient
 from rose_dev.control_plane import ControlPlane
 from rose_dev.waiting import wait_for_answer
+from rose_operator.kube.api import RESOURCES, ObjectKind
+from rose_wire.api_server import Resource
+from rose_wire.errors import StatusError
 
 ROOT = Path(__file__).parents[2]
 DEADLINE = 90.0
 ResultT = TypeVar("ResultT")
 
 
-class Deployment(GenericNamespacedResource):
-    _api_info = create_api_info("apps", "v1", "Deployment", "deployments")
-
-
-class Service(GenericNamespacedResource):
-    _api_info = create_api_info("", "v1", "Service", "services")
-
-
-POOL = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "ServingPool", "servingpools")
-LEASE = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutLease", "rolloutleases")
-SLOT = create_namespaced_resource("rose-gpu.dev", "v1alpha1", "RolloutSlot", "rolloutslots")
+DEPLOYMENT, SERVICE = RESOURCES[ObjectKind.DEPLOYMENT], RESOURCES[ObjectKind.SERVICE]
+EVENT = RESOURCES[ObjectKind.EVENT]
+POOL, LEASE = RESOURCES[ObjectKind.POOL], RESOURCES[ObjectKind.LEASE]
+SLOT = RESOURCES[ObjectKind.SLOT]
 
 
 def until(look: Callable[[], ResultT], what: str, seconds: float = DEADLINE) -> ResultT:
@@ -125,7 +115,7 @@ class Cluster:
     """The API server as these tests see it."""
 
     plane: ControlPlane
-    client: Client
+    client: ApiClient
     folder: Path
 
     def namespace(self, name: str) -> str:
@@ -136,23 +126,21 @@ class Cluster:
         resource = {"ServingPool": POOL, "RolloutLease": LEASE, "RolloutSlot": SLOT}[
             manifest["kind"]
         ]
-        self.client.apply(resource.from_dict(manifest), field_manager="test", force=True)
+        self.client.apply(resource, manifest)
 
-    def get(
-        self, resource: type[GenericNamespacedResource], name: str, namespace: str
-    ) -> dict[str, Any] | None:
+    def get(self, resource: Resource, name: str, namespace: str) -> dict[str, Any] | None:
         try:
-            return dict(self.client.get(resource, name, namespace=namespace))
-        except ApiError as error:
-            if error.status.code == 404:
+            return self.client.get(resource, name, namespace)
+        except StatusError as error:
+            if error.code == 404:
                 return None
             raise
 
     def slots(self, namespace: str) -> list[dict[str, Any]]:
-        return [dict(slot) for slot in self.client.list(SLOT, namespace=namespace)]
+        return self.client.list(SLOT, namespace)
 
-    def delete(self, resource: type[GenericNamespacedResource], name: str, namespace: str) -> None:
-        self.client.delete(resource, name, namespace=namespace)
+    def delete(self, resource: Resource, name: str, namespace: str) -> None:
+        self.client.delete(resource, name, namespace)
 
 
 def serving_pod(name: str, node: str, *, grace_seconds: int) -> dict[str, Any]:

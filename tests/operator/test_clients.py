@@ -22,6 +22,6 @@ def test_every_client_that_is_installed_lists_the_leases_and_takes_each_change(
     written = (tmp_path / record.FOLDER / "operator-clients.json").read_bytes()
     report = msgspec.json.decode(written, type=record.Report)
     found = {one.name: one.value for one in report.figures}
-    for name in ("lightkube", "kopf"):
+    for name in ("kubernetes.aio", "kopf"):
         assert found[f"{name}: list_s"] > 0
         assert found[f"{name}: watch_s"] > 0

@@ -13,11 +13,10 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from lightkube.resources.core_v1 import Event
-from lightkube.resources.policy_v1 import PodDisruptionBudget
 
 from rose_core.wire.sync import ReplicaReport
-from tests.operator.harness import Cluster, OperatorProcess, condition, serving_pod, until
+from rose_wire.api_server import Resource
+from tests.operator.harness import EVENT, Cluster, OperatorProcess, condition, serving_pod, until
 from tests.operator.stub_agent import StubAgent, replica
 from tests.operator.test_process import Scene
 
@@ -73,8 +72,8 @@ class Town:
     def events(self, reason: str) -> list[str]:
         """Messages of Events with this reason."""
         client, namespace = self.scene.cluster.client, self.scene.namespace
-        found = client.list(Event, namespace=namespace)
-        return [event.message or "" for event in found if event.reason == reason]
+        found = client.list(EVENT, namespace)
+        return [event.get("message", "") for event in found if event.get("reason") == reason]
 
 
 @pytest.fixture
@@ -133,5 +132,7 @@ def test_an_evicted_pod_takes_its_slot_with_it_and_the_lease_goes_on_elsewhere(t
     until(lambda: town.lent_on(1), "the lease goes on on the other node")
     until(lambda: not town.lent_on(0), "the slot of the pod that is gone ends")
     until(lambda: town.events("ReplicaGone"), "an Event names the cause")
-    budgets = town.scene.cluster.client.list(PodDisruptionBudget, namespace=namespace)
-    assert list(budgets) == [], "ROSE makes no budget for serving pods"
+    budgets = Resource("policy", "v1", "PodDisruptionBudget", "poddisruptionbudgets")
+    assert town.scene.cluster.client.list(budgets, namespace) == [], (
+        "ROSE makes no budget for serving pods"
+    )

@@ -12,7 +12,6 @@ from uuid import uuid4
 
 import pytest
 from cryptography import x509
-from lightkube import AsyncClient, KubeConfig
 
 from rose_agent.guard.sync.identity import Identity
 from rose_core.api import RolloutLease
@@ -31,6 +30,7 @@ from rose_operator.kube.api import Api
 from rose_operator.settings import parse
 from rose_operator.sync.enrolment import NodeAuthority, NodeEnrolment, RouterEnrolment, RouterTrust
 from rose_wire import certificates, tls
+from rose_wire.api_server import ApiServer, find_access
 from rose_wire.bearer import BATCHES, INGEST, lease_token, service_token
 from rose_wire.errors import Refused, Unavailable
 from rose_wire.rpc import call, connect
@@ -187,11 +187,10 @@ async def test_a_real_api_server_says_which_node_a_token_is_from(
     token = plane.kubectl(*make, "--audience=rose-operator").strip()
     other = plane.kubectl(*make).strip()
     account = f"system:serviceaccount:{namespace}:rose-agent"
-    config = KubeConfig.from_file(str(plane.kubeconfig)).get()
-    client = AsyncClient(config=config, trust_env=False)
+    server = ApiServer(await find_access(plane.kubeconfig), trust_env=False)
     try:
         service = NodeEnrolment(
-            Api(client, namespace), NodeAuthority(folder, dt.timedelta(hours=1)), account
+            Api(server, namespace), NodeAuthority(folder, dt.timedelta(hours=1)), account
         )
         _, asked = certificates.request("x")
         assert (await service.enrol(EnrolRequest(node, token, asked))).certificate
@@ -200,7 +199,7 @@ async def test_a_real_api_server_says_which_node_a_token_is_from(
         with pytest.raises(Refused, match="not good"):
             await service.enrol(EnrolRequest(node, other, asked))
     finally:
-        await client.close()
+        await server.close()
     plane.kubectl("delete", f"namespace/{namespace}", f"node/{node}", "--wait=false")
 
 
@@ -213,12 +212,11 @@ async def test_routers_believe_the_service_accounts_of_a_real_api_server(cluster
     make = ("create", "token", "trainer", f"--namespace={namespace}")
     audience = f"rose-lease/{namespace}/grpo"
     token = plane.kubectl(*make, f"--audience={audience}").strip()
-    config = KubeConfig.from_file(str(plane.kubeconfig)).get()
-    client = AsyncClient(config=config, trust_env=False)
+    server = ApiServer(await find_access(plane.kubeconfig), trust_env=False)
     try:
-        keys = await Api(client, namespace).signing_keys()
+        keys = await Api(server, namespace).signing_keys()
     finally:
-        await client.close()
+        await server.close()
     accounts = ServiceAccounts([keys.encode()])
     found = accounts.account_of(token, audience)
     assert found is not None
@@ -396,8 +394,7 @@ async def test_a_real_api_server_says_which_lease_a_routers_token_is_for(
         key: RolloutLease.model_validate(changed(LEASE, {"metadata.name": key.partition("/")[2]}))
         for key in (GRPO, "default/other")
     }
-    config = KubeConfig.from_file(str(plane.kubeconfig)).get()
-    client = AsyncClient(config=config, trust_env=False)
+    server = ApiServer(await find_access(plane.kubeconfig), trust_env=False)
     try:
         trust = RouterTrust(
             "secret",
@@ -405,7 +402,7 @@ async def test_a_real_api_server_says_which_lease_a_routers_token_is_for(
             f"system:serviceaccount:{namespace}:rose-router",
             NodeAuthority(folder, dt.timedelta(hours=1)),
         )
-        service = RouterEnrolment(Api(client, namespace), trust, leases.get, lambda: "")
+        service = RouterEnrolment(Api(server, namespace), trust, leases.get, lambda: "")
         _, asked = certificates.request("x")
 
         async def ask(lease: str, shown: str) -> RouterIdentity:
@@ -424,7 +421,7 @@ async def test_a_real_api_server_says_which_lease_a_routers_token_is_for(
         with pytest.raises(Refused, match="not good"):
             await ask(GRPO, "x.y.z")
     finally:
-        await client.close()
+        await server.close()
     plane.kubectl("delete", f"namespace/{namespace}", "--wait=false")
 
 

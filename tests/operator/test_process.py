@@ -7,13 +7,13 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from lightkube.generic_resource import GenericNamespacedResource
 
 from rose_cli.main import main as rose
 from rose_core.wire.sync import GroupPlace, ReplicaReport
+from rose_wire.api_server import Resource
 from tests.api.objects import LEASE, POOL, changed
 from tests.operator import harness as env
-from tests.operator.harness import Cluster, Deployment, OperatorProcess, Service, condition, until
+from tests.operator.harness import DEPLOYMENT, SERVICE, Cluster, OperatorProcess, condition, until
 from tests.operator.stub_agent import StubAgent, replica
 
 pytestmark = pytest.mark.cluster
@@ -118,9 +118,9 @@ class Scene:
                 agent.__exit__()
             self._delete_all(env.POOL)
 
-    def _delete_all(self, resource: type[GenericNamespacedResource]) -> None:
-        for thing in self.cluster.client.list(resource, namespace=self.namespace):
-            self.cluster.delete(resource, dict(thing)["metadata"]["name"], self.namespace)
+    def _delete_all(self, resource: Resource) -> None:
+        for thing in self.cluster.client.list(resource, self.namespace):
+            self.cluster.delete(resource, thing["metadata"]["name"], self.namespace)
 
 
 def router_name(scene: Scene) -> str:
@@ -198,7 +198,7 @@ def test_a_lease_becomes_a_slot_a_grant_and_a_url_and_goes_back(scene: Scene) ->
         "Reclaiming",
     }
     name = router_name(scene)
-    assert cluster.get(Service, name, operator.namespace) is not None
+    assert cluster.get(SERVICE, name, operator.namespace) is not None
 
     scene.pool(spec__mode="Paused")
     until(lambda: not scene.slots(), "the slot is given back")
@@ -210,8 +210,8 @@ def test_a_lease_becomes_a_slot_a_grant_and_a_url_and_goes_back(scene: Scene) ->
     cluster.delete(env.LEASE, "grpo", scene.namespace)
     until(
         lambda: (
-            cluster.get(Deployment, name, operator.namespace) is None
-            and cluster.get(Service, name, operator.namespace) is None
+            cluster.get(DEPLOYMENT, name, operator.namespace) is None
+            and cluster.get(SERVICE, name, operator.namespace) is None
         ),
         "the router is cleaned up",
     )
@@ -350,8 +350,8 @@ def versions(scene: Scene) -> dict[str, str]:
         *scene.slots(),
         scene.get_lease(),
         cluster.get(env.POOL, "chat", scene.namespace),
-        cluster.get(Deployment, name, namespace),
-        cluster.get(Service, name, namespace),
+        cluster.get(DEPLOYMENT, name, namespace),
+        cluster.get(SERVICE, name, namespace),
     ]
     return {
         f"{thing.get('kind', '')}/{thing['metadata']['uid']}": thing["metadata"]["resourceVersion"]

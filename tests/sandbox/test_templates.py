@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from lightkube import KubeConfig
-from lightkube.config.models import Cluster, User
 
 from rose_core.sandboxes.networks import PUBLIC, Network
 from rose_core.sandboxes.templates import TemplateLimits, TemplateRefused
@@ -36,6 +34,7 @@ from rose_sandbox.runtimes.runtime import ExecResult, Limits
 from rose_sandbox.templates import COMMAND_LOG, Templates, limits_of
 from rose_weights.store.records import Records
 from rose_weights.store.store import Store
+from rose_wire.api_server import access_to
 from tests.sandbox.test_host import World
 
 Json = dict[str, Any]
@@ -98,7 +97,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 
 def test_a_host_that_reads_no_templates_starts_without_the_client_of_kubernetes() -> None:
-    code = "import sys, rose_sandbox.main; sys.exit('lightkube' in sys.modules)"
+    code = "import sys, rose_sandbox.main; sys.exit('kubernetes' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -179,8 +178,7 @@ async def test_a_name_leads_to_no_other_place_of_the_cluster(name: str) -> None:
     app = web.Application()
     app.router.add_get("/{path:.*}", answer)
     async with TestServer(app) as server:
-        cluster, user = Cluster(server=str(server.make_url("/"))), User(token="word")
-        source = ClusterTemplates("mine", KubeConfig.from_one(cluster=cluster, user=user))
+        source = ClusterTemplates("mine", access_to(str(server.make_url("/")), "word"))
         assert (await source.read("agent-1.b"))["podTemplate"] == SPEC["podTemplate"]
         with pytest.raises(UnknownTemplate, match="is no name of a SandboxTemplate"):
             await source.read(name)

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar, cast
-
-import httpx
-import yaml
-from lightkube import ApiError, Client, KubeConfig
-from lightkube.config.kubeconfig import SingleConfig
-from lightkube.core.exceptions import ConfigError, LoadResourceError
-from lightkube.generic_resource import (
-    GenericNamespacedResource,
-    create_api_info,
-    create_global_resource,
-    create_namespaced_resource,
-)
-from lightkube.types import PatchType
 
 from rose_cli.ops.errors import (
     CommandError,
@@ -32,22 +20,21 @@ from rose_cli.ops.errors import (
     NotInstalled,
 )
 from rose_core.api import GROUP, VERSION, RolloutLease, RolloutSlot, ServingPool, TenantPolicy
+from rose_wire.api_server import ApiServer, Resource, find_access
+from rose_wire.errors import NotConfigured, StatusError, Unavailable
 from rose_wire.flags import VerbParser
 
 KindT = TypeVar("KindT", bound=ServingPool | RolloutLease | RolloutSlot)
+_AnswerT = TypeVar("_AnswerT")
 _POLL_SECONDS = 0.3
-_NOT_ONE = "clusters, users or contexts are missing"
 _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 401, 403, 404
-_POLICIES = create_global_resource(GROUP, VERSION, "TenantPolicy", "tenantpolicies")
-_PLURALS: dict[type, str] = {
-    ServingPool: "servingpools",
-    RolloutLease: "rolloutleases",
-    RolloutSlot: "rolloutslots",
+_POLICIES = Resource(GROUP, VERSION, "TenantPolicy", "tenantpolicies", namespaced=False)
+_PODS = Resource("", "v1", "Pod", "pods")
+_RESOURCES: dict[type, Resource] = {
+    ServingPool: Resource(GROUP, VERSION, "ServingPool", "servingpools"),
+    RolloutLease: Resource(GROUP, VERSION, "RolloutLease", "rolloutleases"),
+    RolloutSlot: Resource(GROUP, VERSION, "RolloutSlot", "rolloutslots"),
 }
-
-
-class _Pod(GenericNamespacedResource):
-    _api_info = create_api_info("", "v1", "Pod", "pods")
 
 
 def connection_flags(*, namespaced: bool = True) -> VerbParser:
@@ -83,15 +70,18 @@ class Cluster:
     """
 
     def __init__(self, given: argparse.Namespace) -> None:
+        self._runner = asyncio.Runner()
+        path = Path(given.kubeconfig) if given.kubeconfig else None
         try:
-            config = _config(given.kubeconfig, given.context)
-            self._client = Client(config=config, trust_env=False)
-        except (ConfigError, OSError) as error:
+            access = self._runner.run(find_access(path, given.context))
+            self._api = ApiServer(access, trust_env=False)
+        except NotConfigured as error:
+            self._runner.close()
             message = f"no cluster: {error}; set KUBECONFIG, or give --kubeconfig and --context"
             raise NoCluster(message) from error
-        self._server = config.cluster.server
+        self._server = access.server
         everywhere = getattr(given, "all_namespaces", False)
-        chosen = getattr(given, "namespace", None) or self._client.namespace
+        chosen = getattr(given, "namespace", None) or access.namespace
         self.namespace: str | None = None if everywhere else chosen
 
     @property
@@ -103,7 +93,8 @@ class Cluster:
 
     def close(self) -> None:
         """Close the connections."""
-        self._client._client._client.close()  # noqa: SLF001  # lightkube's Client has no close
+        with self._runner:
+            self._runner.run(self._api.close())
 
     def objects(self, kind: type[KindT], *, everywhere: bool = False) -> list[KindT]:
         """Objects of a kind, by key; those that cannot be read are left out and named.
@@ -111,9 +102,8 @@ class Cluster:
         Raises:
             CommandError: as everywhere in this class.
         """
-        namespace = "*" if everywhere else self.namespace or "*"
-        with self._reporting():
-            found = [dict(one) for one in self._client.list(_resource(kind), namespace=namespace)]
+        namespace = None if everywhere else self.namespace
+        found = self._ask(self._api.list(_RESOURCES[kind], namespace))[0]
         good = [parsed for raw in found if (parsed := _parse(kind, raw)) is not None]
         return sorted(good, key=lambda one: one.metadata.key)
 
@@ -123,8 +113,7 @@ class Cluster:
         Raises:
             NotAllowed: the person may not read them.
         """
-        with self._reporting():
-            found = [dict(one) for one in self._client.list(_POLICIES)]
+        found = self._ask(self._api.list(_POLICIES))[0]
         return [TenantPolicy.model_validate(raw) for raw in found]
 
     def get(self, kind: type[KindT], name: str) -> KindT:
@@ -133,7 +122,7 @@ class Cluster:
             namespace, _, own = name.partition("/")
             raise CommandError(f"{name!r} is no name; give --namespace {namespace} and {own}")
         with self._placed():
-            raw = dict(self._client.get(_resource(kind), name, namespace=self._required()))
+            raw = self._ask(self._api.get(_RESOURCES[kind], name, self._required()))
         found = _parse(kind, raw)
         if found is None:
             message = (
@@ -145,31 +134,16 @@ class Cluster:
 
     def patch(self, kind: type[KindT], name: str, changes: dict[str, Any]) -> None:
         """Merge changes into an object of the namespace."""
-        with self._reporting():
-            self._client.patch(
-                _resource(kind),
-                name,
-                changes,
-                namespace=self._required(),
-                patch_type=PatchType.MERGE,
-            )
+        self._ask(self._api.merge(_RESOURCES[kind], name, changes, self._required()))
 
     def pods_of(self, node: str) -> list[dict[str, Any]]:
         """Pods of a node, of all namespaces."""
-        with self._reporting():
-            listed = self._client.list(_Pod, namespace="*", fields={"spec.nodeName": node})
-            return [dict(pod) for pod in listed]
+        return self._ask(self._api.list(_PODS, fields=f"spec.nodeName={node}"))[0]
 
     def annotate_pod(self, namespace: str, name: str, annotations: dict[str, str | None]) -> None:
         """Set annotations of a pod; None removes one."""
-        with self._reporting():
-            self._client.patch(
-                _Pod,
-                name,
-                {"metadata": {"annotations": annotations}},
-                namespace=namespace,
-                patch_type=PatchType.MERGE,
-            )
+        changes = {"metadata": {"annotations": annotations}}
+        self._ask(self._api.merge(_PODS, name, changes, namespace))
 
     def _required(self) -> str:
         if self.namespace is None:
@@ -180,40 +154,21 @@ class Cluster:
     def _placed(self) -> Iterator[None]:
         """Say where a name was looked for: a forgotten namespace is the usual mistake."""
         try:
-            with self._reporting():
-                yield
+            yield
         except NotFound as error:
             raise NotFound(f"{error} in namespace {self.namespace}; give --namespace") from error
 
-    @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
+    def _ask(self, request: Coroutine[Any, Any, _AnswerT]) -> _AnswerT:
         try:
-            yield
-        except ApiError as error:
+            return self._runner.run(request)
+        except StatusError as error:
             raise _translate(error) from error
-        except (httpx.HTTPError, LoadResourceError) as error:
+        except Unavailable as error:
             message = (
                 f"the API server {self._server} cannot be reached: {error}; look at the network, "
                 "or give another --context"
             )
             raise NoCluster(message) from error
-
-
-def _config(path: str | None, context: str | None) -> SingleConfig:
-    try:
-        loaded = KubeConfig.from_file(path) if path else KubeConfig.from_env()
-    except (yaml.YAMLError, AttributeError, TypeError, KeyError, ValueError) as error:
-        where = path or os.environ.get("KUBECONFIG") or "~/.kube/config"
-        summary = str(error).splitlines()[0] if isinstance(error, yaml.YAMLError) else _NOT_ONE
-        message = f"{where} is no kubeconfig ({summary})"
-        raise ConfigError(message) from error
-    if context is not None and context not in loaded.contexts:
-        known = ", ".join(sorted(loaded.contexts)) or "none"
-        raise ConfigError(f"the kubeconfig has no context {context!r}; it has: {known}")
-    config = loaded.get(context)
-    if config is None:
-        raise ConfigError("the kubeconfig names no current context")
-    return config
 
 
 def until(look: Callable[[], bool], seconds: float, message: str) -> None:
@@ -229,10 +184,6 @@ def until(look: Callable[[], bool], seconds: float, message: str) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _resource(kind: type) -> Any:  # noqa: ANN401  # lightkube's own dynamic classes
-    return create_namespaced_resource(GROUP, VERSION, kind.__name__, _PLURALS[kind])
-
-
 def _parse(kind: type[KindT], raw: dict[str, Any]) -> KindT | None:
     try:
         return cast("KindT", kind.model_validate(raw))
@@ -243,20 +194,20 @@ def _parse(kind: type[KindT], raw: dict[str, Any]) -> KindT | None:
         return None
 
 
-def _remedy(error: ApiError) -> str:
+def _remedy(error: StatusError) -> str:
     """Which role gives the right that is missing."""
-    if error.status.details is not None and error.status.details.kind == "pods":
+    if error.details.get("kind") == "pods":
         return "the ClusterRole edit gives this right in the namespace of the pods"
     return "the ClusterRoles rose-KIND-viewer and rose-KIND-editor give these rights"
 
 
-def _translate(error: ApiError) -> CommandError:
-    code, text = error.status.code, error.status.message or "refused"
+def _translate(error: StatusError) -> CommandError:
+    code, text = error.code, error.message
     if code == _UNAUTHORIZED:
         return NotAllowed(f"{text}; log in again, or give --kubeconfig and --context")
     if code == _FORBIDDEN:
         return NotAllowed(f"{text}; {_remedy(error)}")
-    if code == _NOT_FOUND and error.status.details is not None and error.status.details.name:
+    if code == _NOT_FOUND and error.details.get("name"):
         return NotFound(text)
     if code == _NOT_FOUND:
         return NotInstalled(

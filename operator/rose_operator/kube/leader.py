@@ -12,7 +12,7 @@ succeeded, minus a margin.
 | Offline | no | for ``offline_seconds`` | Leader: renewed, same term; Deposed |
 | Deposed | no | no | end: the process exits and starts anew |
 
-Credentials that are no longer accepted depose too: a new process reads new ones.
+Credentials that are not accepted, though they were read anew, depose too.
 
 A node that reports a term above ours was led by a Lease that has been lost since (a restored
 etcd): a leader then raises its own term above it (``outbid``).
@@ -199,7 +199,7 @@ class LeaderLock:
             _log.warning("leader Lease: %s", error)
         except ApiRefused as error:
             _log.error("leader Lease: %s", error)  # the message says it all
-            # A service-account token is read once and expires: a new process reads a new one.
+            # The credentials were read anew before that (``ApiServer.request``).
             self._deposed = self._deposed or error.code == UNAUTHORIZED
         self._publish()
         return answered

@@ -15,41 +15,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import kopf
 
-from rose_core.api import GROUP, VERSION
 from rose_operator.errors import OperatorError
-from rose_operator.kube.api import KINDS_OF_ROUTERS, MANAGED, Api, ObjectKind
+from rose_operator.kube.api import (
+    KINDS_OF_ROUTERS,
+    MANAGED_SELECTOR,
+    RESOURCES,
+    Api,
+    ObjectKind,
+)
 from rose_operator.kube.object_cache import ObjectCache, Raw
 
 _log = logging.getLogger(__name__)
-# Where the API server has a kind: group, version, plural. The first of cluster scope or in all
-# namespaces, the second in ROSE's own, the third in the routers'.
-_CLUSTER = {
-    ObjectKind.POOL: (GROUP, VERSION, "servingpools"),
-    ObjectKind.LEASE: (GROUP, VERSION, "rolloutleases"),
-    ObjectKind.POLICY: (GROUP, VERSION, "tenantpolicies"),
-    ObjectKind.NAMESPACE: ("", "v1", "namespaces"),
-}
-_NAMESPACED = {
-    ObjectKind.SLOT: (GROUP, VERSION, "rolloutslots"),
-}
-# Other people's objects of these kinds are none of the operator's business.
-_OF_ROUTERS = {
-    ObjectKind.DEPLOYMENT: ("apps", "v1", "deployments"),
-    ObjectKind.SERVICE: ("", "v1", "services"),
-    ObjectKind.ROUTE: ("gateway.networking.k8s.io", "v1", "httproutes"),
-}
+# Of cluster scope or in all namespaces, in ROSE's own, in the routers'. Other people's objects of
+# the routers' kinds are none of the operator's business.
+_CLUSTER = (ObjectKind.POOL, ObjectKind.LEASE, ObjectKind.POLICY, ObjectKind.NAMESPACE)
+_NAMESPACED = (ObjectKind.SLOT,)
+_LISTED = (*_CLUSTER, *_NAMESPACED, *KINDS_OF_ROUTERS)
 HandOver = Callable[[kopf.RawEvent, ObjectCache], None]
 # kopf is started again after this, and looks this often whether it should end.
 _AGAIN_SECONDS = 1.0
 _LOOK_SECONDS = 0.5
 # Given, because kopf asks the system for the user's name otherwise, and an image may have none.
 _IDENTITY = "rose-operator"
-_LISTED = (*_CLUSTER, *_NAMESPACED, *_OF_ROUTERS)
 
 _EVERY_SECONDS = 120.0
 _SOON_SECONDS = 1.0
@@ -79,19 +71,24 @@ async def list_all(api: Api, caches: Mapping[ObjectKind, ObjectCache]) -> None:
 
 def registry(
     caches: Mapping[ObjectKind, ObjectCache],
-    kinds: Mapping[ObjectKind, tuple[str, str, str]],
+    kinds: Iterable[ObjectKind],
     hand_over: HandOver,
 ) -> kopf.OperatorRegistry:
     """One event handler per kind that has a cache."""
     handlers = kopf.OperatorRegistry()
-    for kind in kinds.keys() & caches.keys():
-        _register(handlers, caches[kind], kinds[kind], hand_over)
+    for kind in filter(caches.__contains__, kinds):
+        _register(handlers, caches[kind], _selector(kind), hand_over)
 
     @kopf.on.login(registry=handlers)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:  # noqa: ANN401  # kopf's own signature
         return kopf.login_with_service_account(**kwargs) or kopf.login_with_kubeconfig(**kwargs)
 
     return handlers
+
+
+def _selector(kind: ObjectKind) -> tuple[str, str, str]:
+    resource = RESOURCES[kind]
+    return resource.group, resource.version, resource.plural
 
 
 def _register(
@@ -116,9 +113,8 @@ def settings() -> kopf.OperatorSettings:
     chosen.watching.server_timeout = 300
     chosen.watching.client_timeout = 330
     chosen.watching.reconnect_backoff = 0.5
-    managed = ",".join(f"{label}={value}" for label, value in MANAGED.items())
     for kind in KINDS_OF_ROUTERS:
-        chosen.watching.label_selectors[_OF_ROUTERS[kind]] = managed
+        chosen.watching.label_selectors[_selector(kind)] = MANAGED_SELECTOR
     return chosen
 
 
@@ -142,7 +138,7 @@ async def watch_kinds(
     for name, kinds, namespaces in (
         ("kopf-cluster", _CLUSTER, ()),
         ("kopf-slots", _NAMESPACED, (namespace,)),
-        ("kopf-routers", _OF_ROUTERS, (routers or namespace,)),
+        ("kopf-routers", KINDS_OF_ROUTERS, (routers or namespace,)),
     ):
         handlers = registry(caches, kinds, hand_over)
         args = (handlers, stop, namespaces)
