@@ -9,7 +9,8 @@ the target. Pure: the store asks, ``merge.compose`` does the work.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from rose_core.delta.errors import LineageError
@@ -112,6 +113,17 @@ class Retention:
     rebase: dict[WeightVersion, WeightVersion]
 
 
+def _forks(lines: Collection[Sequence[WeightVersion]]) -> set[WeightVersion]:
+    """Where lines part: without these versions a way from one line to another would be lost."""
+    shared = Counter(version for line in lines for version in line)
+    return {
+        parent
+        for line in lines
+        for child, parent in itertools.pairwise(line)
+        if shared[parent] > shared[child]
+    }
+
+
 def retain(wanted: set[WeightVersion], lineage: Lineage) -> Retention:
     """Keep the wanted versions reachable from each other and from the first version.
 
@@ -119,16 +131,7 @@ def retain(wanted: set[WeightVersion], lineage: Lineage) -> Retention:
     transfer starts from, so it always stays; what lies between is folded into one delta.
     """
     lines = {version: ancestors(version, lineage) for version in wanted if version in lineage}
-    # Where two wanted lines part is wanted as well, else a way between them would be lost.
-    shared: dict[WeightVersion, int] = {}
-    for line in lines.values():
-        for version in line:
-            shared[version] = shared.get(version, 0) + 1
-    keep = set(lines) | {line[-1] for line in lines.values()}
-    for line in lines.values():
-        for child, parent in itertools.pairwise(line):
-            if shared[parent] > shared[child]:
-                keep.add(parent)
+    keep = set(lines) | {line[-1] for line in lines.values()} | _forks(lines.values())
     rebase = {}
     for version in keep:
         line = ancestors(version, lineage)[1:]

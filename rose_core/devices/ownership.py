@@ -31,6 +31,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from rose_core.uids import GpuUuid, PodUid, SlotUid
 
@@ -143,6 +144,12 @@ def find(device: AllocatedDevice, known: Iterable[DriverGpu]) -> AllocatedGpu | 
         return AllocatedGpu(GpuUuid(base), part, name)
     if not _is_nvidia(device):
         return None
+    numbered = _numbered(base, known)
+    return None if numbered is None else AllocatedGpu(numbered, part, name)
+
+
+def _numbered(base: str, known: Iterable[DriverGpu]) -> GpuUuid | None:
+    """The GPU that a number names, empty where the driver has none of it; None: no number."""
     minor = _MINOR.fullmatch(base)
     if minor is not None:
         wanted = int(minor[1])
@@ -152,7 +159,7 @@ def find(device: AllocatedDevice, known: Iterable[DriverGpu]) -> AllocatedGpu | 
         uuids = (gpu.uuid for gpu in known if gpu.index == wanted)
     else:
         return None
-    return AllocatedGpu(next(uuids, GpuUuid("")), part, name)
+    return next(uuids, GpuUuid(""))
 
 
 def claim(
@@ -184,34 +191,45 @@ def claim(
         if one.owner != owner and one.namespace not in platform
         for found in _found([one], known)
     ]
-    refusal, message = _refused(mine, others, len(known))
-    return Claim(gpus, Proof.ALLOCATED, refusal, message)
+    refusal = _why_not_lent(mine, others, len(known))
+    return Claim(gpus, Proof.ALLOCATED, refusal.word, refusal.message)
 
 
-def _refused(
+class _Refusal(NamedTuple):
+    """Why GPUs are not lent; nothing where they are.
+
+    Attributes:
+        word, message: ``refusal`` and ``message`` of ``Claim``.
+    """
+
+    word: str = ""
+    message: str = ""
+
+
+def _why_not_lent(
     mine: list[AllocatedGpu], others: list[tuple[str, AllocatedGpu]], known: int
-) -> tuple[str, str]:
+) -> _Refusal:
     for one in mine:
         if one.part is AllocatedShare.SLICE:
             text = (
                 f"the kubelet has allocated {one.name}, a slice of a GPU; only whole GPUs are lent"
             )
-            return SLICED, text
+            return _Refusal(SLICED, text)
         if not one.uuid:
             text = (
                 f"the kubelet has allocated {one.name}; the driver lists {known} GPUs, none of it"
             )
-            return UNKNOWN_GPU, text
+            return _Refusal(UNKNOWN_GPU, text)
     uuids = {one.uuid for one in mine}
     sharing = sorted({owner for owner, found in others if found.uuid in uuids})
     shares = [one.name for one in mine if one.part is AllocatedShare.SHARE]
     if not sharing and not shares:
-        return "", ""
+        return _Refusal()
     named = ", ".join(sharing[:_MOST_NAMED])
     if shares:
         text = f"the device plugin gives out shares of the GPU ({shares[0]})"
-        return SHARED, f"{text}, also to {named}" if sharing else text
-    return SHARED, f"the GPU is allocated to {len(sharing)} more pods: {named}"
+        return _Refusal(SHARED, f"{text}, also to {named}" if sharing else text)
+    return _Refusal(SHARED, f"the GPU is allocated to {len(sharing)} more pods: {named}")
 
 
 def _found(allocations: Iterable[Allocation], known: Sequence[DriverGpu]) -> list[AllocatedGpu]:

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from rose_core.api.reasons import Reason
-from rose_core.identity import PodUid
+from rose_core.identity import PodUid, SlotUid
 from rose_core.lending.answers import Lend, ReplicaDecision, SlotRelease
 from rose_core.lending.facts import Lease, PlannerMemory, PoolTerms, Replica, Slot, Snapshot
 from rose_core.lending.limits import Limit, limit, most_lent
@@ -41,7 +41,9 @@ class PlanningPass:
         self.releases: dict[str, SlotRelease] = {}
         self.lends: list[Lend] = []
         self.verdicts = self._judge()
-        self._index()
+        self._index_slots()
+        self._index_replicas()
+        self._index_candidates()
         self.memory = self._remember()
 
     def _judge(self) -> dict[PodUid, ReplicaDecision]:
@@ -60,24 +62,37 @@ class PlanningPass:
         own = verdict(replica, pool, self.policy)
         return contested if contested is not None and still_fit(own) else own
 
-    def _index(self) -> None:
-        staying = [slot for slot in self.snapshot.slots if not slot.released]
+    def _index_slots(self) -> None:
+        """Who holds what, of slots that stay; where anything is lent, of those that leave too."""
+        slots = self.snapshot.slots
+        staying = [slot for slot in slots if not slot.released]
         self._held = {
             slot.name: slot for slot in sorted(staying, key=lambda slot: (slot.created, slot.name))
         }
         self._held_by_lease = Counter(slot.lease for slot in staying)
         self._held_by_pool = Counter(slot.pool for slot in staying)
         self._held_there = Counter((slot.lease, slot.pool) for slot in staying)
-        self._lent_units = {(slot.pool, self.unit(slot)) for slot in self.snapshot.slots}
+        self._lent_units = {(slot.pool, self.unit(slot)) for slot in slots}
         self._lent_by_pool = Counter(pool for pool, _ in self._lent_units)
         self.lent_on: Counter[tuple[str, str]] = Counter()
-        for slot in self.snapshot.slots:
+        for slot in slots:
             self._count(slot.pool, slot.node, self.replicas.get(slot.replica), 1)
-        self.zone_size = Counter((replica.pool, replica.zone) for replica in self.snapshot.replicas)
-        fresh = [replica for replica in self.snapshot.replicas if not replica.stale]
-        self._reporting = Counter(pool for pool, _ in {(one.pool, one.unit) for one in fresh})
-        self._pods = Counter((one.pool, one.unit) for one in self.snapshot.replicas if one.group)
+        self._sleepers: dict[str, set[PodUid]] = defaultdict(set)
+        for slot in slots:
+            if slot.whole:
+                self._sleepers[slot.pool].add(slot.replica)
+
+    def _index_replicas(self) -> None:
+        """How large pools are and what of them is reported."""
+        replicas = self.snapshot.replicas
+        self.zone_size = Counter((replica.pool, replica.zone) for replica in replicas)
+        fresh = {(replica.pool, replica.unit) for replica in replicas if not replica.stale}
+        self._reporting = Counter(pool for pool, _ in fresh)
+        self._pods = Counter((one.pool, one.unit) for one in replicas if one.group)
         self._grouped = {pool for pool, _ in self._pods}
+
+    def _index_candidates(self) -> None:
+        """Replicas that could be lent beside serving, or by putting them to sleep."""
         self._free: dict[str, dict[PodUid, Replica]] = defaultdict(dict)
         self._full: dict[str, dict[PodUid, Replica]] = defaultdict(dict)
         for replica in self.snapshot.replicas:
@@ -87,10 +102,6 @@ class PlanningPass:
                 self._free[replica.pool][replica.uid] = replica
             elif self.could_sleep(replica):
                 self._full[replica.pool][replica.uid] = replica
-        self._sleepers: dict[str, set[PodUid]] = defaultdict(set)
-        for slot in self.snapshot.slots:
-            if slot.whole:
-                self._sleepers[slot.pool].add(slot.replica)
 
     def _count(self, pool: str, node: str, replica: Replica | None, change: int) -> None:
         self.lent_on[pool, f"node/{node}"] += change
@@ -107,21 +118,27 @@ class PlanningPass:
             if (kept := tuple(at for at in times if self.now - at < _MINUTE))
         }
         return PlannerMemory(
-            fit_since={
-                uid: old.fit_since.get(uid, self.now)
-                for uid, found in self.verdicts.items()
-                if found.reason is Reason.QUALIFIES or self.could_sleep(self.replicas[uid])
-            },
-            unfit_since={
-                slot.uid: old.unfit_since.get(slot.uid, self.now)
-                for slot in self.snapshot.slots
-                if slot.replica in self.verdicts and not self.keeps(slot)
-            },
+            fit_since=self._fit_since(old),
+            unfit_since=self._unfit_since(old),
             freed_at={gpu: at for gpu, at in old.freed_at.items() if at > recent}
             | dict.fromkeys(self.busy_gpus, self.now),
             missed_at={key: at for key, at in old.missed_at.items() if key in self.pools} | missed,
             loans_at=self._loans_at,
         )
+
+    def _fit_since(self, old: PlannerMemory) -> dict[PodUid, float]:
+        return {
+            uid: old.fit_since.get(uid, self.now)
+            for uid, found in self.verdicts.items()
+            if found.reason is Reason.QUALIFIES or self.could_sleep(self.replicas[uid])
+        }
+
+    def _unfit_since(self, old: PlannerMemory) -> dict[SlotUid, float]:
+        return {
+            slot.uid: old.unfit_since.get(slot.uid, self.now)
+            for slot in self.snapshot.slots
+            if slot.replica in self.verdicts and not self.keeps(slot)
+        }
 
     # Questions.
 

@@ -12,7 +12,7 @@ with different checkpoints have different versions 0, of which one at a time is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from functools import lru_cache
 
 import msgspec
@@ -195,14 +195,7 @@ def check_pin(
         VersionGone: nobody will: it runs nowhere any more, or is another run's than the only one.
     """
     live = tuple(live)
-    runs = {version.run for version in live}
-    if head is not None and (head.run in held or pin.exact == head):
-        runs.add(head.run)  # what had its newest version attests it again in a moment
-    # Where engines have one run, a version of another is gone for good: nobody ought to ask again.
-    may_come = bool(held) or (pin.exact is None and pin.minimum is None)
-    if pin.run and runs and may_come and pin.run not in runs:
-        message = f"no engine has run {pin.run} yet; there are {', '.join(sorted(runs))}"
-        raise UnknownVersion(message)
+    _check_run(pin, head, live, held)
     wanted = pin.exact or pin.minimum
     refusal = UnknownVersion if wanted is None or _may_come(wanted, head) else VersionGone
     known = f"the newest version known here is {head}" if head else "no version is known here yet"
@@ -212,3 +205,17 @@ def check_pin(
     if pin.minimum is not None and (head is None or not satisfies(head, Pin(pin.minimum))):
         message = f"version {pin.minimum} or newer is not known here; {known}"
         raise refusal(message)
+
+
+def _check_run(
+    pin: Pin, head: WeightVersion | None, live: Sequence[WeightVersion], held: Set[str]
+) -> None:
+    """Refuse a run that no engine has, where one may get it; arguments as of ``check_pin``."""
+    runs = {version.run for version in live}
+    if head is not None and (head.run in held or pin.exact == head):
+        runs.add(head.run)  # what had its newest version attests it again in a moment
+    # Where engines have one run, a version of another is gone for good: nobody ought to ask again.
+    may_come = bool(held) or (pin.exact is None and pin.minimum is None)
+    if pin.run and runs and may_come and pin.run not in runs:
+        message = f"no engine has run {pin.run} yet; there are {', '.join(sorted(runs))}"
+        raise UnknownVersion(message)

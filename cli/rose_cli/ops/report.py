@@ -112,16 +112,7 @@ def _beside(given: argparse.Namespace) -> dict[str, OutsideLeases]:
 
 def _show(cluster: Cluster, given: argparse.Namespace) -> int:
     leases, pools = cluster.objects(RolloutLease), pools_by_key(cluster)
-    asked = Prices(
-        dedicated_hour=round(given.dedicated_hour * MICRO),
-        lent_hour=0,
-        violation=round((given.violation or 0.0) * MICRO),
-        gigabyte=round(given.gigabyte * MICRO),
-        reserve_hour=round(
-            (given.dedicated_hour if given.reserve is None else given.reserve) * MICRO
-        ),
-    )
-    beside = _beside(given)
+    asked, beside = _prices(given), _beside(given)
     if unknown := sorted(beside.keys() - {lease.metadata.key for lease in leases}):
         message = f"no lease {', '.join(unknown)} {cluster.where}; name it as NAMESPACE/LEASE"
         raise NotFound(message)
@@ -146,6 +137,18 @@ def _show(cluster: Cluster, given: argparse.Namespace) -> int:
     if given.html:
         _write_page(given.html, len(leases), statements(found), idle_statements(idle), parts)
     return 0
+
+
+def _prices(given: argparse.Namespace) -> Prices:
+    """Every price that is asked; that of a lent hour is the pool's."""
+    reserve = given.dedicated_hour if given.reserve is None else given.reserve
+    return Prices(
+        dedicated_hour=round(given.dedicated_hour * MICRO),
+        lent_hour=0,
+        violation=round((given.violation or 0.0) * MICRO),
+        gigabyte=round(given.gigabyte * MICRO),
+        reserve_hour=round(reserve * MICRO),
+    )
 
 
 def _taken_apart(lease: str, found: CostBreakdown) -> str:

@@ -76,7 +76,9 @@ def usages(
             (``accounting.correct.violation_price``), in place of the price asked.
     """
     found = [
-        _usage(lease, pools, asked, beside.get(lease.metadata.key), price_violations)
+        _usage(
+            lease, pools, asked, beside.get(lease.metadata.key), price_violations=price_violations
+        )
         for lease in leases
     ]
     return sorted(found, key=lambda one: (-one.ledger.borrowed.held_milliseconds, one.lease))
@@ -117,6 +119,7 @@ def _usage(
     pools: Mapping[str, ServingPool],
     asked: Prices,
     outside: OutsideLeases | None,
+    *,
     price_violations: bool,  # see ``usages``
 ) -> Usage:
     totals, beside = lease.status.totals, outside or OutsideLeases()

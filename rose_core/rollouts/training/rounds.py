@@ -385,16 +385,22 @@ class Rounds:
         return self._maybe_close()
 
     def _maybe_close(self) -> Closing | None:
-        if self._kind is None:
+        if self._kind is None or not self._is_complete():
             return None
-        whole = self.shape.batch + self._late
-        sampled = len(self._sampled) + len(self._ready)
-        if sampled < whole and (self._running or self._fresh):
-            return None
-        if len(self._batch) < min(self.shape.batch, sampled):
-            return None
-        batch, self._batch = tuple(self._batch), []
         kind, self._kind = self._kind, None
+        return self._close(kind)
+
+    def _is_complete(self) -> bool:
+        """Whether as many are sampled as the round takes, or as it will get, and enough ready."""
+        sampled = len(self._sampled) + len(self._ready)
+        more_come = bool(self._running or self._fresh)
+        if sampled < self.shape.batch + self._late and more_come:
+            return False
+        return len(self._batch) >= min(self.shape.batch, sampled)
+
+    def _close(self, kind: RoundKind) -> Closing:
+        """Train on the batch; of the rest some are carried into the next round, others put off."""
+        batch, self._batch = tuple(self._batch), []
         rest = [one for one in self._ready if one not in batch] + list(self._sampled)
         before = self._carried
         self._carried, beyond = tuple(rest[: self._late]), rest[self._late :]
