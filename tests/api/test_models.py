@@ -190,7 +190,9 @@ def test_a_message_is_cut_to_its_bound() -> None:
         ({"--dtype": "auto"}, False),
     ],
 )
-def test_engine_arguments(arguments: dict[str, str], allowed: bool) -> None:
+def test_an_engine_argument_is_allowed_by_its_name_and_value(
+    arguments: dict[str, str], allowed: bool
+) -> None:
     assert (refusals(arguments) == ()) is allowed
 
 

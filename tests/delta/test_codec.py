@@ -114,7 +114,9 @@ def test_every_pair_of_corners_survives(name: str, backend: Backend) -> None:
 @given(KINDS, st.lists(st.integers(1, 3000), min_size=0, max_size=50), st.integers(0, 2**32))
 @example(FORMATS["BF16"], [255, 256, 255, 510, 511, 1], 0)
 @settings(SLOW_MACHINE, max_examples=100)
-def test_all_kernels_agree(kind: NumberFormat, gaps: list[int], seed: int) -> None:
+def test_all_kernels_pack_and_unpack_the_same_streams(
+    kind: NumberFormat, gaps: list[int], seed: int
+) -> None:
     indices = np.cumsum(np.array(gaps, np.int64)) - 1
     random = np.random.default_rng(seed)
     steps = np.ones(len(gaps), kind.unsigned)

@@ -21,7 +21,9 @@ CASES = json.loads((Path(__file__).parent / "golden.json").read_text())
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=backend_name)
 @pytest.mark.parametrize("case", CASES["blocks"], ids=lambda case: case["case"])
-def test_blocks(case: dict[str, str], backend: Backend) -> None:
+def test_golden_blocks_are_decoded_and_written_byte_for_byte(
+    case: dict[str, str], backend: Backend
+) -> None:
     kind = number_format(case["dtype"])
     old, new = (
         np.frombuffer(bytes.fromhex(case[side]), kind.unsigned).copy() for side in ("old", "new")
@@ -68,7 +70,7 @@ def test_block_coded_on_its_base(backend: Backend) -> None:
     assert np.array_equal(old, new)
 
 
-def test_manifest() -> None:
+def test_the_golden_manifest_is_written_byte_for_byte() -> None:
     data = bytes.fromhex(CASES["manifest"])
     manifest = Manifest.decode(data)
     assert manifest.encode() == data

@@ -131,7 +131,9 @@ def test_nvml_without_any_process_list_is_unknown_not_empty(
         ({"throttle_reasons": 0x4}, ""),
     ],
 )
-def test_nvml_health(two: tuple[StateGpu, StateGpu], change: dict[str, int], word: str) -> None:
+def test_nvml_refuses_a_gpu_by_the_word_of_its_fault(
+    two: tuple[StateGpu, StateGpu], change: dict[str, int], word: str
+) -> None:
     gpu = two[0]
     driver = open_driver("nvml")
     for name, value in change.items():
@@ -168,7 +170,7 @@ def test_nvml_without_fault_events_still_works(nvml: State, two: tuple[StateGpu,
 
 
 @pytest.mark.parametrize(("mode", "word"), [(0, "Default"), (3, "ExclusiveProcess"), (9, "Mode9")])
-def test_nvml_compute_mode(two: tuple[StateGpu, StateGpu], mode: int, word: str) -> None:
+def test_nvml_names_the_compute_mode(two: tuple[StateGpu, StateGpu], mode: int, word: str) -> None:
     two[0].raw.compute_mode = mode
     assert open_driver("nvml").compute_mode(GPU_GPU_A) == word
 
@@ -367,7 +369,7 @@ def test_static_files_that_are_wrong_are_refused_at_the_start(tmp_path: Path, te
     ("cores", "capability", "count"),
     [(16_896, (9, 0), 132), (6_912, (8, 0), 108), (16_896, (99, 0), None)],
 )
-def test_nvml_multiprocessors(
+def test_nvml_counts_multiprocessors_by_the_cores_of_each(
     two: tuple[StateGpu, StateGpu], cores: int, capability: tuple[int, int], count: int | None
 ) -> None:
     raw = two[0].raw

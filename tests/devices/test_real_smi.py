@@ -110,7 +110,7 @@ def test_mig_is_seen_on_the_gpu_that_has_it(smi: Smi) -> None:
     assert smi.rows("mig.mode.current") == [["Disabled"], ["Disabled"]]
 
 
-def test_faults_agree(smi: Smi) -> None:
+def test_the_programs_rows_show_the_faults_of_the_state(smi: Smi) -> None:
     act(smi.state, "ecc", ["0", "3"])
     act(smi.state, "thermal", ["1", "92"])
     fields = (

@@ -78,7 +78,7 @@ async def test_garbage_ends_only_its_connection(path: Path, garbage: bytes) -> N
         assert (await control.status()).version == "v"
 
 
-def test_socket_is_private(path: Path) -> None:
+def test_the_control_socket_is_its_users_alone(path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 

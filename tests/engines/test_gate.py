@@ -40,7 +40,7 @@ def test_open_does_not_wait(tmp_path: Path, world: World) -> None:
     assert gate.is_open()
 
 
-def test_waits_until_extended(tmp_path: Path, world: World) -> None:
+def test_a_pass_waits_until_the_permit_is_extended(tmp_path: Path, world: World) -> None:
     permit = Permit.create(tmp_path / "permit")
     gate = PermitGate(tmp_path / "permit", world.clock, world.sleep)
     opens = world.now + 3_000_000_000

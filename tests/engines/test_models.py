@@ -19,7 +19,7 @@ def test_the_same_recipe_makes_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-tied"])
-def test_transformers_loads_it(tmp_path: Path, name: str) -> None:
+def test_transformers_loads_a_made_model_whose_tokens_are_bytes(tmp_path: Path, name: str) -> None:
     folder = make_named(name, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -185,7 +185,7 @@ def test_other_builds_are_refused_by_name(
         ("enable_overlap", "--disable-overlap-schedule"),
     ],
 )
-def test_unsupported_engines_end(
+def test_an_engine_with_an_unsupported_setting_ends_and_prints_it(
     tmp_path: Path,
     scheduler: Scheduler,
     capsys: pytest.CaptureFixture[str],

@@ -44,7 +44,7 @@ def test_a_file_comes_back_as_it_was_written_and_leaves_no_draft(tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 5}', b"\xff\xfe"])
-def test_unreadable_is_absent(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_cannot_be_read_counts_as_absent(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "weights.json"
     assert read_json(file, WeightsFile) is None
     file.write_bytes(content)

@@ -45,7 +45,7 @@ def test_library_reads_what_we_write(tmp_path: Path, tensors: dict[str, torch.Te
     assert all(torch.equal(copy[name], tensors[name]) for name in tensors)
 
 
-def test_folder_without_safetensors(tmp_path: Path) -> None:
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(UnsupportedEngine, match="safetensors"):
         read_checkpoint(tmp_path)

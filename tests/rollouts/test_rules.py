@@ -225,7 +225,7 @@ def test_checkpoints_have_no_order() -> None:
         assert not satisfies(one, Pin(exact=other))
 
 
-def test_pins() -> None:
+def test_a_pin_is_satisfied_by_its_version_or_within_its_run_by_newer_ones() -> None:
     assert satisfies(version(3), Pin(minimum=version(3)))
     assert not satisfies(version(2), Pin(minimum=version(3)))
     assert not satisfies(version(9, run="other"), Pin(minimum=version(3)))

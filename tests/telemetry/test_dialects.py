@@ -115,7 +115,7 @@ def snapshot(entry: object, *, cut: int = 0) -> bytes:
     return bytes(12) + struct.pack("<I", len(packed)) + packed[: len(packed) - cut] + bytes(64)
 
 
-def test_the_snapshot() -> None:
+def test_a_snapshot_has_requests_and_activity() -> None:
     figures = sglang_snapshot(snapshot(LOAD))
     assert (figures.running, figures.waiting, figures.activity) == (1, 2, (4096, 512))
 
@@ -143,7 +143,7 @@ def feed(*values: object) -> bytes:
     return msgspec.msgpack.encode(["LoadStat", *values])
 
 
-def test_the_load_feed() -> None:
+def test_a_load_feed_is_read_by_position_in_shorter_and_longer_shapes() -> None:
     figures = sglang_feed(feed(2, 1, 512, 4096, None, 0, 600, 16, 9000, 77))
     assert (figures.running, figures.waiting, figures.kv_permille) == (2, 1, 125)
     assert figures.activity == (9000, 512)
