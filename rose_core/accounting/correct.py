@@ -16,6 +16,7 @@ in micro-units. What nobody counted is None.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rose_core.accounting.cost import Cost
@@ -92,19 +93,11 @@ def taken_apart(bill: Cost, tokens: Sampled, accepted: int, correct: int) -> Cos
         accepted: trajectories trained on.
         correct: correct answers among them.
     """
-    paid = {
-        GpuTier.DEDICATED: bill.dedicated,
-        GpuTier.BORROWED: bill.borrowed + bill.taken + bill.network,
-    }
     produced = tokens.produced
     if not produced or not tokens.trained or not accepted or not correct:
         return None
     used = {tier: count for tier, count in tokens.by_tier.items() if count}
-    if any(amount and tier not in used for tier, amount in paid.items()):
-        # Nothing carries what that tier cost: by tier there is no price then.
-        used_paid = {next(iter(used)): sum(paid.values())}
-    else:
-        used_paid = {tier: paid[tier] for tier in used}
+    used_paid = _paid_for(bill, used)
     answers = tokens.trained - (tokens.reasoning or 0)
     if answers <= 0:
         return None
@@ -116,6 +109,18 @@ def taken_apart(bill: Cost, tokens: Sampled, accepted: int, correct: int) -> Cos
         rollout_ratio=produced / tokens.trained,
         accept_rate=correct / accepted,
     )
+
+
+def _paid_for(bill: Cost, used: Mapping[GpuTier, int]) -> dict[GpuTier, float]:
+    """What the tiers that sampled tokens cost, in micro-units."""
+    paid = {
+        GpuTier.DEDICATED: bill.dedicated,
+        GpuTier.BORROWED: bill.borrowed + bill.taken + bill.network,
+    }
+    if any(amount and tier not in used for tier, amount in paid.items()):
+        # Nothing carries what that tier cost: by tier there is no price then.
+        return {next(iter(used)): sum(paid.values())}
+    return {tier: paid[tier] for tier in used}
 
 
 def violation_price(gpu_hour: int, gpu_hours: float, requests: int) -> float | None:

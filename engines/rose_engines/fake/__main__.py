@@ -210,6 +210,20 @@ async def serve(flags: argparse.Namespace) -> None:
         add_flush(application, pool)
     if flags.memory_saver:
         sleep.add_to(application, scheduler)
+    try:
+        await _serve_until(stop, application, control, flags)
+    finally:
+        if pool is not None:
+            pool.pool.close()
+
+
+async def _serve_until(
+    stop: asyncio.Event,
+    application: web.Application,
+    control: ControlServer | None,
+    flags: argparse.Namespace,
+) -> None:
+    """Serve the engine's routes and its control socket, and print where."""
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     try:
@@ -222,8 +236,6 @@ async def serve(flags: argparse.Namespace) -> None:
         sys.stdout.flush()
         await stop.wait()
     finally:
-        if pool is not None:
-            pool.pool.close()
         if control:
             control.close()
         await runner.cleanup()

@@ -54,10 +54,7 @@ def reply_seconds(turn: TurnView, engines: Sequence[EngineView], queue: Queue) -
     if not able:
         return None
     opened = [one for one in able if one.gate_open]
-    among = opened or able
-    engine = next((one for one in among if one.name == turn.home), None)
-    if engine is None:
-        engine = min(among, key=lambda one: (one.live / max(one.cap, 1), one.name))
+    engine = _likely_engine(turn, opened or able)
     cached = turn.cached if engine.name == turn.home else 0
     prefill = max(0, turn.context - cached) * engine.speed.prefill_seconds_per_token
     running = prefill + turn.expected * engine.speed.step_at(engine.live + 1)
@@ -66,6 +63,12 @@ def reply_seconds(turn: TurnView, engines: Sequence[EngineView], queue: Queue) -
     # Where nobody knows how fast turns end, those before this one take as long as it does.
     waiting = before / queue.ends_per_second if queue.ends_per_second > 0 else before * running
     return queue.shut_seconds + (waiting if opened else 0.0) + running
+
+
+def _likely_engine(turn: TurnView, among: Sequence[EngineView]) -> EngineView:
+    """The turn's home, else the one with most room."""
+    home = next((one for one in among if one.name == turn.home), None)
+    return home or min(among, key=lambda one: (one.live / max(one.cap, 1), one.name))
 
 
 @dataclass
