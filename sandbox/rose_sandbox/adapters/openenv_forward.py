@@ -141,7 +141,8 @@ class Conversation:
 
     async def _step(self) -> bool:
         """Wait for the next message of either side, and pass it on; whether it goes on."""
-        # 1. A way that was lost is found anew where an answer is owed.
+        # 1. A way that was lost is found anew where an answer is owed; what came by the lost one
+        # is passed on before, which the sandbox would otherwise send once more.
         if self._far is None and self.owed and self._theirs is None:
             await self._find()
         # 2. Listen to both sides.
@@ -151,7 +152,7 @@ class Conversation:
         mine, theirs = self._mine, self._theirs
         waited = [one for one in (mine, theirs) if one is not None]
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        # 3. The sandbox's first: after another way it would send once more what came by the lost.
+        # 3. Pass on what came, the sandbox's first.
         if theirs is not None and theirs.done() and not await self._pass_back(theirs):
             return False
         return mine is None or not mine.done() or await self._pass_on(mine)
