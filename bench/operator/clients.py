@@ -53,6 +53,7 @@ async def _official(listed: Seen, seen: Seen) -> None:
     for item in items:
         store[item["metadata"]["name"]] = item
         listed()
+    del items  # a cache keeps what it was told last
     async for _, item in server.watch(LEASE, version):
         store[item["metadata"]["name"]] = item
         seen()
