@@ -31,7 +31,9 @@ def flags() -> argparse.ArgumentParser:
     add("--seconds", type=float, default=1800.0, help="simulated; 0 leaves virtual time out")
     add("--seed", type=int, default=1, help="of kills and of hedging")
     add("--step-seeds", type=int, nargs="+", default=[1, 2, 3], help="of the simulated job")
-    add("--trainers", nargs="+", choices=steps.TRAINERS, default=list(steps.USUAL), help="whose")
+    # Not ``choices``: it refuses a list that is empty.
+    add("--trainers", nargs="*", default=list(steps.USUAL), help=f"of {list(steps.TRAINERS)}")
+    add("--settings", nargs="*", default=list(scaling.USUAL), help=f"of {list(scaling.SETTINGS)}")
     return parser
 
 
@@ -64,7 +66,11 @@ def _burst(found: bursts.Burst) -> list[Figure]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure; 1 when something was lost, doubled or silently 0."""
-    given = flags().parse_args(argv)
+    parser = flags()
+    given = parser.parse_args(argv)
+    known = {*steps.TRAINERS, *scaling.SETTINGS}
+    if unknown := [one for one in (*given.trainers, *given.settings) if one not in known]:
+        parser.error(f"{unknown[0]!r} is no trainer and no setting; --help names them")
     figures: list[Figure] = []
     wrong = 0
     if given.rewards:
@@ -79,9 +85,10 @@ def main(argv: list[str] | None = None) -> int:
         wrong += met.wrong.total() + met.begun_shut
         figures += _burst(met)
     if given.seconds:
-        figures += scaling.figures(given.seconds, given.step_seeds)
+        figures += scaling.figures(given.seconds, given.step_seeds, given.settings)
         figures += hedging.figures(given.seed)
-        figures += steps.figures(given.seconds, given.step_seeds, given.trainers)
+        if given.trainers:
+            figures += steps.figures(given.seconds, given.step_seeds, given.trainers)
     record("rewards", figures)
     return int(bool(wrong))
 

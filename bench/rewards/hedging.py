@@ -20,6 +20,7 @@ from rose_core.rewards.results import Masked
 from rose_core.stats import quantile
 from rose_rewards.functions import RewardFunction
 from rose_rewards.gateway import Gateway, Reward
+from rose_rewards.pool import Machines
 
 _GROUPS, _MEMBERS, _WORKERS = 600, 8, 32
 _USUAL_S, _SPREAD, _SLOW_SHARE, _SLOW = 4.0, 0.2, 0.04, 10.0
@@ -44,8 +45,11 @@ class _Sleeping:
     def idle(self, _team: str, verifying: Counter[str]) -> int:
         return _WORKERS - verifying.total()
 
+    def leaves(self, _machine: object) -> bool:
+        return False
+
     async def verify(
-        self, _name: str, _body: bytes, seconds: float, _apart: set[object]
+        self, _name: str, _body: bytes, seconds: float, _machines: Machines
     ) -> tuple[object, float]:
         slow = _SLOW if self.draw.random() < _SLOW_SHARE else 1.0
         takes = _USUAL_S * self.draw.lognormvariate(0.0, _SPREAD) * slow

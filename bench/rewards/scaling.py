@@ -22,8 +22,7 @@ import heapq
 import math
 import random
 import statistics
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -55,6 +54,7 @@ class Autoscaler:
         cooldown_s: from when KEDA last saw it active until it brings a pool to zero.
         cold_s, cold_p99_s: until a new worker is ready, median and 99th percentile; log-normal.
         most: workers at a time.
+        places: verifications at a time of one worker.
     """
 
     target_s: float = 10.0
@@ -65,6 +65,7 @@ class Autoscaler:
     cold_s: float = 1.5  # as it took where KEDA itself started thirty, the image being there
     cold_p99_s: float = 2.0
     most: int = 64
+    places: int = 1
 
 
 CHART: Final = Autoscaler()
@@ -76,7 +77,11 @@ SETTINGS: Final[Mapping[str, Autoscaler]] = {
     "a cold start of 3 s": replace(CHART, cold_s=3.0, cold_p99_s=3.0),
     "a look every second": replace(CHART, look_s=1.0),
     "target 30 s": replace(CHART, target_s=30.0),
+    "2 places": replace(CHART, places=2),
+    "4 places": replace(CHART, places=4),
 }
+USUAL: Final = tuple(name for name, one in SETTINGS.items() if one.places == 1)
+"""Those of workers with one place, which is the chart's default."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Pool:
     """What came of one pool.
 
     Attributes:
-        busy_share: of the time for which workers were held.
+        busy_share: of the time for which workers were held, of each of its places.
         wait_p99_s: from a trajectory's end to the start of its reward.
         most: workers at a time.
         starts: of workers.
@@ -98,11 +103,15 @@ class Pool:
 
 @dataclass(eq=False)
 class _Worker:
-    """One worker; ``leaves`` once it is done, and ``gone`` = it has."""
+    """One worker; ``leaves`` once it is done, and ``gone`` = it has.
+
+    Attributes:
+        running: since when, by reward.
+    """
 
     since_s: float
     ready: bool = False
-    busy: bool = False
+    running: dict[int, float] = field(default_factory=dict)
     leaves: bool = False
     gone: bool = False
 
@@ -153,7 +162,6 @@ class FollowingPool:
     _waits: list[float] = field(default_factory=list)
     _waiting: dict[int, _Taken] = field(default_factory=dict)
     _order: RewardQueue[str] = field(default_factory=RewardQueue)
-    _running: dict[int, float] = field(default_factory=dict)  # since when
     _workers: list[_Worker] = field(default_factory=list)
     _groups: dict[str, GroupProgress] = field(default_factory=dict)
     _demand: RewardDemand = field(default_factory=RewardDemand)
@@ -185,6 +193,7 @@ class FollowingPool:
     def found(self) -> Pool:
         """What came of it; workers that are still held count until now."""
         held = self._held_s + sum(self.clock.now_s - one.since_s for one in self._workers)
+        held *= self.scaler.places
         return Pool(self._busy_s / held, _p99(self._waits), self._most, self._starts)
 
     def _staying(self) -> list[_Worker]:
@@ -196,15 +205,16 @@ class FollowingPool:
         for one in self._waiting.values():
             complete = self._groups[one.group].complete
             waiting.append((now - one.since_s, None if complete is None else now - complete))
-        running = [now - began for began in self._running.values()]
+        staying = self._staying()
+        running = [now - began for worker in staying for began in worker.running.values()]
         scaler = self.scaler
         scaling = Scaling(scaler.target_s, scaler.patience_s, scaler.cold_s, scaler.most)
-        idle = sum(one.ready and not one.busy for one in self._staying())
+        idle = sum(one.ready and not one.running for one in staying)
         return wished([self._demand], scaling, now, waiting, running, idle=idle)
 
     def _look(self) -> None:
         if self._staying():
-            self._scale(max(1, self._wish()))
+            self._scale(max(1, math.ceil(self._wish() / self.scaler.places)))
         self.clock.after(self.scaler.look_s, self._look)
 
     def _push(self) -> None:
@@ -232,7 +242,7 @@ class FollowingPool:
         # As Kubernetes does it: whoever is not ready goes first, then the youngest.
         youngest = sorted(staying, key=lambda one: (one.ready, -one.since_s))
         for one in youngest[: max(0, len(staying) - wanted)]:
-            if one.busy:
+            if one.running:
                 one.leaves = True
             else:
                 self._end(one)
@@ -257,25 +267,29 @@ class FollowingPool:
         one.ready = not one.gone
         self._fill()
 
+    def _free(self) -> _Worker | None:
+        """The one with most room, as the gateway takes it."""
+        ready = [one for one in self._staying() if one.ready]
+        found = min(ready, key=lambda one: len(one.running), default=None)
+        return None if found is None or len(found.running) == self.scaler.places else found
+
     def _fill(self) -> None:
-        free = deque(one for one in self._staying() if one.ready and not one.busy)
-        while free and self._waiting:
+        while self._waiting and (worker := self._free()) is not None:
             number = self._order.take(lambda group: self._groups[group].left, lambda _: True)
             assert number is not None  # noqa: S101  # some wait
-            taken, worker = self._waiting.pop(number), free.popleft()
-            self._running[taken.number], worker.busy = self.clock.now_s, True
+            taken = self._waiting.pop(number)
+            worker.running[taken.number] = self.clock.now_s
             self._waits.append(self.clock.now_s - taken.since_s)
             self.clock.after(taken.takes_s, partial(self._done, worker, taken))
 
     def _done(self, worker: _Worker, taken: _Taken) -> None:
-        worker.busy = False
+        del worker.running[taken.number]
         self._busy_s += taken.takes_s
         self._demand.times.append(taken.takes_s)
         self.latencies.append(self.clock.now_s - taken.since_s)
-        del self._running[taken.number]
         self._groups[taken.group] = self._groups[taken.group].after(Scored(1.0, True, 0.0))
         self._demand.note_progress(taken.group, self._groups[taken.group])
-        if worker.leaves:
+        if worker.leaves and not worker.running:
             self._end(worker)
         taken.end()
         self._fill()
@@ -302,10 +316,14 @@ def played(scaler: Autoscaler, seconds: float, seed: int) -> tuple[FollowingPool
     return pools[0], counts
 
 
-def figures(seconds: float, seeds: Sequence[int]) -> list[Figure]:
+def figures(
+    seconds: float, seeds: Sequence[int], settings: Collection[str] = USUAL
+) -> list[Figure]:
     """How busy workers are under each setting, and what their rewards add to a step."""
     rows: list[Figure] = []
     for name, scaler in SETTINGS.items():
+        if name not in settings:
+            continue
         pools, fixed_ones, peaks = list[Pool](), list[Pool](), list[Pool]()
         added, hidden, per_start = list[float](), list[float](), list[float]()
         for seed in seeds:

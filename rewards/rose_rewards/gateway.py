@@ -39,6 +39,7 @@ from rose_rewards import judge, metrics
 from rose_rewards.errors import BadReward, Busy, WorkerEnded, WorkerKilled
 from rose_rewards.functions import RewardFunction
 from rose_rewards.journal import KnownResult, ResultJournal
+from rose_rewards.pool import Machines
 
 # Results that are remembered, and groups of which members are missing: some steps of a large run.
 REMEMBERED = 200_000
@@ -58,8 +59,11 @@ class Pool(Protocol):
     def idle(self, team: str, verifying: Counter[str]) -> int:
         """How many of this team's workers have nothing to do."""
 
+    def leaves(self, machine: object) -> bool:
+        """Whether it finishes what it has and takes nothing more, or is gone."""
+
     async def verify(
-        self, name: str, body: bytes, seconds: float, apart: set[object]
+        self, name: str, body: bytes, seconds: float, machines: Machines
     ) -> tuple[object, float]:
         """What the function said, and its seconds.
 
@@ -67,8 +71,7 @@ class Pool(Protocol):
             name: of the function.
             body: the object that it takes.
             seconds: that it may take.
-            apart: machines that had it before, which are not taken where there is another; its
-                own is added.
+            machines: the one that it takes is written there.
 
         Raises:
             WorkerEnded: the worker is gone, or the function failed; the text says how.
@@ -134,6 +137,7 @@ class _Verification:
     Attributes:
         began: when the first worker was given it.
         copies: those that were given it, in that order.
+        machines: that have them, in the same order.
         verdict: what the function returned and its seconds, and which copy that was of.
     """
 
@@ -141,6 +145,7 @@ class _Verification:
         self.one, self.body, self.seconds, self.apart = one, body, seconds, apart
         self.began = 0.0
         self.copies: list[asyncio.Task[None]] = []
+        self.machines: list[Machines] = []
         self.verdict: asyncio.Future[tuple[object, float, int]] = (
             asyncio.get_running_loop().create_future()
         )
@@ -149,6 +154,7 @@ class _Verification:
     def start(self, pool: Pool) -> asyncio.Task[None]:
         """Give it to one more worker."""
         self._open += 1
+        self.machines.append(Machines(self.apart))
         copy = asyncio.create_task(self._copy(pool, len(self.copies)))
         self.copies.append(copy)
         return copy
@@ -156,7 +162,8 @@ class _Verification:
     async def _copy(self, pool: Pool, number: int) -> None:
         name = self.one.reward.function
         try:
-            returned, took = await pool.verify(name, self.body, self.seconds, self.apart)
+            machines = self.machines[number]
+            returned, took = await pool.verify(name, self.body, self.seconds, machines)
         except Exception as error:  # noqa: BLE001  # whoever waits for the verdict is told
             self._open -= 1
             # While another copy runs there may be a verdict yet.
@@ -250,11 +257,12 @@ class Gateway:
             for one in self._waiting.values()
             if self._counts(one, team)
         ]
+        # What a worker that goes finishes is not the work of those that are wished for.
         running = [
             now - given.began
             for given in self._verifications.values()
-            for _ in given.copies
-            if self._counts(given.one, team)
+            for one in given.machines
+            if self._counts(given.one, team) and not self.pool.leaves(one.mine)
         ]
         scaling = Scaling(target, self.patience, self.cold_start, self.queue_limit)
         teams = {one.team for one in self.functions.values() if team in {None, one.team}}

@@ -30,6 +30,7 @@ from rose_core.unreadable import UNREADABLE
 from rose_rewards import metrics
 from rose_rewards.errors import WorkerEnded, WorkerKilled
 from rose_rewards.functions import RewardFunction
+from rose_rewards.pool import Machines
 
 LOG = logging.getLogger(__name__)
 # A pod whose node is gone says nothing; this often it is asked whether it is there.
@@ -130,12 +131,17 @@ class LinkedWorkers:
         )
         return max(0, held - verifying[team])
 
+    def leaves(self, machine: object) -> bool:
+        """See ``gateway.Pool``."""
+        return isinstance(machine, _Link) and machine.leaving
+
     async def verify(
-        self, name: str, body: bytes, seconds: float, apart: set[object]
+        self, name: str, body: bytes, seconds: float, machines: Machines
     ) -> tuple[object, float]:
         """See ``gateway.Pool``; on a worker of the function's team, when one is free."""
-        link = await self._free(self.functions[name].team, apart)
-        apart.add(link)
+        link = await self._free(self.functions[name].team, machines.apart)
+        machines.mine = link
+        machines.apart.add(link)
         number = next(self._numbers)
         answer: asyncio.Future[VerificationResult] = asyncio.get_running_loop().create_future()
         link.running[number] = answer

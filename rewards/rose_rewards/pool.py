@@ -66,6 +66,20 @@ def users(functions: Mapping[str, RewardFunction], first: int) -> dict[str, int]
 
 
 @dataclass
+class Machines:
+    """Where a copy of a verification runs, and where it had better not.
+
+    Attributes:
+        apart: machines that had its reward before, or have the other copy: not taken where there
+            is another. All copies and tries of a reward share it, and each adds its own.
+        mine: the one that has this copy; None = none has yet.
+    """
+
+    apart: set[object] = field(default_factory=set)
+    mine: object = None
+
+
+@dataclass
 class Worker:
     """One process; ``folder`` is its home and its alone."""
 
@@ -198,8 +212,12 @@ class WorkerPool:
         """How many workers have nothing to do, whosever the verifications are."""
         return max(0, self.most - verifying.total())
 
+    def leaves(self, _machine: object) -> bool:
+        """Whether one takes nothing more: none of these does while there is something to do."""
+        return False
+
     async def verify(
-        self, name: str, body: bytes, seconds: float, _apart: set[object] | None = None
+        self, name: str, body: bytes, seconds: float, _machines: Machines | None = None
     ) -> tuple[object, float]:
         """Run one verification; whoever calls it sees to it that no more than may run do.
 

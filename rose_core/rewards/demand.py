@@ -129,7 +129,8 @@ def wished(
         now: monotonic seconds.
         waiting: of each reward that waits, its age and, once its group lacks none but what was
             taken, for how long that has been so; seconds.
-        running: seconds for which each reward that runs has been verified.
+        running: seconds for which each reward has been verified that runs on a worker which was
+            not told to go.
         idle: workers that are there and have nothing to do.
     """
     ages = [promised_age(age, complete, scaling.patience_s) for age, complete in waiting]

@@ -6,8 +6,10 @@ as many as a burst asked for until it is done, and what comes meanwhile does not
 
 A reward that runs counts for what is left of it. Its worker finishes it also when it is told to go
 and ends then, so workers that have nothing more to do are let go while they are still busy, and
-not after they have stood idle until the next look. One that runs far beyond the median keeps its
-worker while others wait: where rewards are of two lengths the few that are left may all be busy.
+not after they have stood idle until the next look. From then on its reward counts no more: nobody
+else has work by it, and its worker is none of those that are wished for. One that runs far beyond
+the median keeps its worker while others wait: where rewards are of two lengths the few that are
+left may all be busy.
 
 Once nothing waits and a worker has nothing to do, nobody is wished for: those that work finish what
 they have and go. All stay where as many rewards are expected before a new worker could be ready
@@ -56,7 +58,7 @@ def wish(
         p50: median seconds of one; None while none has ended.
         target: seconds in which a reward should have its result.
         most: never more.
-        running: seconds for which each reward that runs has been verified.
+        running: seconds for which each reward has been verified that runs on a worker which stays.
         idle: workers that are there and have nothing to do.
         expected: rewards that are to come before a new worker could be ready.
 

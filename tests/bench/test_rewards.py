@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.rewards import steps
+from bench.rewards import scaling, steps
+from bench.rewards.__main__ import main as flagged
 from bench.rewards.scaling import CHART, Autoscaler, FollowingPool, fixed, lengths, smallest
 from bench.rewards.steps import compared, usual
 from rose_core.rewards.groups import GroupProgress
@@ -93,11 +94,44 @@ def test_a_worker_with_nothing_more_to_do_is_let_go_while_it_is_busy() -> None:
     assert found.busy_share > 0.9
 
 
+def test_nobody_comes_for_what_workers_that_go_still_finish() -> None:
+    """The second has nothing to do from 36.5 s on and both are told to go; the first ends later."""
+    clock, takes = VirtualClock(), iter((60.0, 20.0))
+    pool = FollowingPool(clock, replace(Autoscaler(), cold_p99_s=1.5), lambda: next(takes))
+    pool._demand.times.append(20.0)
+    for number in range(2):
+        pool.verify(str(number), ALONE, lambda: None)
+    pool.start()
+    clock.run(120 * SECOND)
+    assert len(pool.latencies) == pool.found().starts == 2
+
+
+def test_a_worker_of_several_places_is_held_until_the_last_of_them_is_done() -> None:
+    clock, takes = VirtualClock(), iter((10.0, 30.0))
+    pool = FollowingPool(
+        clock, replace(Autoscaler(), cold_s=0.01, cold_p99_s=0.01, places=2), lambda: next(takes)
+    )
+    for number in range(2):
+        pool.verify(str(number), ALONE, lambda: None)
+    pool.start()
+    clock.run(120 * SECOND)
+    found = pool.found()
+    assert (found.starts, found.most) == (1, 1)
+    assert found.busy_share == pytest.approx(40 / 60, rel=0.02)
+
+
 def test_nobody_is_held_once_the_cool_down_is_over() -> None:
     pool, _ = followed(Autoscaler(), ALONE)
     before = pool.found()
     pool.clock.run(9000 * SECOND)
     assert pool.found() == before
+
+
+def test_only_settings_that_were_asked_for_are_played(capsys: pytest.CaptureFixture[str]) -> None:
+    assert scaling.figures(60.0, [1], settings=()) == []
+    with pytest.raises(SystemExit):
+        flagged(["--settings", "three places"])
+    assert "'three places' is no trainer and no setting" in capsys.readouterr().err
 
 
 def test_the_smallest_pool_keeps_the_wait_and_one_less_does_not() -> None:

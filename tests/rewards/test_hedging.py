@@ -16,6 +16,7 @@ from rose_core.rewards.results import Lost, Masked, Result, Scored
 from rose_rewards.errors import WorkerEnded
 from rose_rewards.functions import RewardFunction
 from rose_rewards.gateway import Gateway, Reward
+from rose_rewards.pool import Machines
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.looptime]
 
@@ -44,8 +45,11 @@ class ScriptedPool:
     def idle(self, _team: str, verifying: Counter[str]) -> int:
         return self.places - verifying.total()
 
+    def leaves(self, _machine: object) -> bool:
+        return False
+
     async def verify(
-        self, _name: str, body: bytes, seconds: float, _apart: set[object]
+        self, _name: str, body: bytes, seconds: float, _machines: Machines
     ) -> tuple[object, float]:
         answer = msgspec.json.decode(body)["answer"]
         tries = self.script.get(answer, [USUAL_S / 2])

@@ -143,6 +143,18 @@ async def test_a_worker_that_is_told_to_go_finishes_what_it_has(folder: Path) ->
         child.terminate()
         await places(rewards.gateway, "a", 0)
         assert not asked.done()
+        rewards.gateway._demand["a"].times.extend([0.5] * 9)
+        assert rewards.gateway.wish(2.0, "a") == 0, "nobody is to come for what it finishes"
+        waits = asyncio.create_task(
+            rewards.ask("word-a", function="wait", trajectory="u", data=str(mark))
+        )
+
+        async def waiting() -> bool:
+            return rewards.gateway.verifications == 2
+
+        await until(waiting, "another waits")
+        assert rewards.gateway.wish(2.0, "a") == 1, "for that one alone"
+        waits.cancel()
         mark.touch()
         assert (await asked)[1]["outcome"] == "scored", "one try, and it was not cut short"
         assert await child.wait() == 0
