@@ -141,6 +141,26 @@ async def test_what_is_wrong_with_a_kubeconfig_is_said(
         await find_access(file, context)
 
 
+async def test_a_file_that_a_kubeconfig_names_lies_beside_it(tmp_path: Path) -> None:
+    cluster = '{server: "https://file:1", certificate-authority: ca.crt}'
+    text = KUBECONFIG.replace('{server: "http://file:1"}', cluster)
+    (tmp_path / "config").write_text(text.replace("user: {}", "user: {tokenFile: token}"))
+    (tmp_path / "ca.crt").write_text("an authority")
+    (tmp_path / "token").write_text("word")
+    found = (await find_access(tmp_path / "config")).configuration
+    assert found.ssl_ca_cert == str(tmp_path / "ca.crt")
+    assert found.api_key == {"BearerToken": "Bearer word"}
+
+
+async def test_a_plugin_that_gives_no_credentials_is_told_and_nobody_is_asked_as_nobody(
+    tmp_path: Path,
+) -> None:
+    plugin = "exec: {apiVersion: client.authentication.k8s.io/v1, command: 'false'}"
+    (tmp_path / "config").write_text(KUBECONFIG.replace("user: {}", f"user: {{{plugin}}}"))
+    with pytest.raises(NotConfigured, match="the plugin of context 'x' gave no credentials"):
+        await find_access(tmp_path / "config")
+
+
 def test_an_authority_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotConfigured, match="certificates for https://x: "):
         ApiServer(access_to("https://x", authority=tmp_path / "none"))
@@ -373,3 +393,20 @@ async def test_a_watch_that_is_cut_off_within_a_line_has_brought_no_change(
     assert (await anext(changes))[0] == "ADDED"
     with pytest.raises(Unavailable):
         await anext(changes)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"type": "ERROR", "object": {"kind": "Status", "message": "a status may lack its reason"}},
+        {"kind": "Status", "message": "no event"},
+        [],
+    ],
+    ids=["no reason", "no event", "no object"],
+)
+async def test_a_line_that_is_no_event_ends_a_watch_as_a_broken_connection_does(
+    served: Served, api: ApiServer, line: object
+) -> None:
+    served.handle = lines({"type": "ADDED", "object": item("a")}, line)
+    with pytest.raises(Unavailable):
+        await watched(api, 7)

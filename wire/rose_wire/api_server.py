@@ -4,14 +4,15 @@ Objects are dictionaries as the server has them, kinds are ``Resource``s: nothin
 server to find out how it names them. Whoever asks decides what an error means to him; here it is
 either a status that the server gave or that it gave none.
 
-Next step: ``rose_operator.kube.api``, ``rose_cli.ops.cluster`` and ``rose_sandbox.templates`` ask.
+Next step: ``rose_operator.kube.api``, ``rose_cli.ops.cluster`` and
+``rose_sandbox.cluster_templates`` ask.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,23 @@ async def _read_kubeconfig(
     if chosen not in contexts:
         known = ", ".join(sorted(contexts))
         raise NotConfigured(f"the kubeconfig has no context {chosen!r}; it has: {known}")
+    # No base path: a file that is named relatively lies beside the kubeconfig that names it.
+    loader = KubeConfigLoader(config, active_context=chosen, config_base_path=None)
     try:
-        await KubeConfigLoader(config, active_context=chosen).load_and_set(configuration)
+        await loader.load_and_set(configuration)
+        asks_plugin = _asks_plugin(config, contexts[chosen])
     except (TypeError, ValueError, KeyError) as error:
         raise NotConfigured(f"cluster or user of context {chosen!r} is wrong: {error}") from error
+    if asks_plugin and not (configuration.api_key or configuration.cert_file):
+        # The library logs why, and would ask the server as nobody.
+        raise NotConfigured(f"the plugin of context {chosen!r} gave no credentials")
     return contexts[chosen].get("namespace") or "default"
+
+
+def _asks_plugin(config: Any, context: Mapping[str, str]) -> bool:  # noqa: ANN401  # untyped library
+    user = context.get("user")
+    found = config["users"].get_with_name(user, safe=True) if user else None
+    return found is not None and "exec" in found["user"]
 
 
 def _parse(paths: str) -> tuple[Any, dict[str, dict[str, str]]]:
@@ -288,8 +301,7 @@ class ApiServer:
                     yield change["type"], change["raw_object"]
         except client.ApiException as error:
             raise _status_of(error) from error
-        # A line that is cut off comes as the text that it is.
-        except (aiohttp.ClientError, TimeoutError, ValueError, TypeError) as error:
+        except Exception as error:  # what the client stumbles over in a line that is no event
             raise Unavailable(f"{type(error).__name__}: {error}") from error
 
     async def get(
