@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import numpy as np
 import peft
 import torch
@@ -73,6 +73,9 @@ async def logprobs_of(engine: RealEngine, tokens: list[int], key: str = "") -> n
         "logprob_start_len": 0,
         **({"extra_key": key} if key else {}),
     }
-    async with httpx.AsyncClient(timeout=120) as client:
-        answer = (await client.post(f"{engine.url}/generate", json=body)).json()
+    async with (
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as client,
+        client.post(f"{engine.url}/generate", json=body) as reply,
+    ):
+        answer = await reply.json()
     return np.array([one[0] for one in answer["meta_info"]["input_token_logprobs"][1:]])

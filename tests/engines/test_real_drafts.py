@@ -6,7 +6,7 @@ import math
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import httpx
+import aiohttp
 import pytest
 
 from rose_core.identity import WeightVersion
@@ -40,10 +40,13 @@ async def control(engine: RealEngine) -> AsyncIterator[ControlClient]:
 
 
 async def asked(engine: RealEngine, **body: Any) -> Any:  # noqa: ANN401  # SGLang's JSON
-    async with httpx.AsyncClient(timeout=300) as client:
-        reply = await client.post(f"{engine.url}/generate", json={"return_logprob": True} | body)
-        assert reply.status_code == 200, reply.text
-        return reply.json()
+    sent, patience = {"return_logprob": True} | body, aiohttp.ClientTimeout(total=300)
+    async with (
+        aiohttp.ClientSession(timeout=patience) as client,
+        client.post(f"{engine.url}/generate", json=sent) as reply,
+    ):
+        assert reply.status == 200, await reply.text()
+        return await reply.json()
 
 
 def steps(reply: Any) -> int:  # noqa: ANN401  # SGLang's JSON
