@@ -21,9 +21,11 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.sent, self.closed, self.reading = bytearray(), False, True
+        self.longest = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.sent += data
+        self.longest = max(self.longest, len(data))
 
     def is_closing(self) -> bool:
         return self.closed
@@ -171,6 +173,37 @@ async def test_a_record_is_handed_on_in_one_piece_and_written_in_one(
     assert pair.wire.sent
     pair.server.incoming.write(taken(pair.wire))
     assert pair.server.read() == b"request"
+
+
+async def test_of_a_record_whose_last_byte_comes_alone_the_rest_is_handed_on_at_once(
+    context: ssl.SSLContext,
+) -> None:
+    pair = shaken(context)
+    pair.server.tls.write(b"x" * (1 << 14))
+    data = pair.server.outgoing.read()
+    pair.layer.data_received(data[:-1])
+    pair.layer.data_received(data[-1:])
+    assert pair.above.received == b"x" * (1 << 14)
+    assert pair.above.pieces == 2
+
+
+async def test_a_long_request_never_waits_as_a_whole(context: ssl.SSLContext) -> None:
+    pair, sent = shaken(context), bytes(range(256)) * (1 << 14)
+    pair.layer.write(sent)
+    pair.server.incoming.write(taken(pair.wire))
+    assert pair.server.read() == sent
+    assert pair.wire.longest < len(sent) / 8
+
+
+async def test_what_is_asked_when_tls_has_failed_is_lost_with_the_connection(
+    context: ssl.SSLContext,
+) -> None:
+    pair = shaken(context)
+    pair.layer.data_received(b"\x17\x03\x03\x00\x05wrong")
+    pair.wire.closed = False
+    pair.layer.write(b"request")  # before it has come to know
+    assert pair.wire.closed
+    assert not taken(pair.wire).startswith(b"\x17")
 
 
 async def test_nothing_above_hears_of_a_side_that_is_not_trusted(context: ssl.SSLContext) -> None:

@@ -19,6 +19,8 @@ from typing import Any, cast
 
 _RECORD = 1 << 14
 """Bytes of plain text in the longest record of TLS."""
+_MOST_OUTGOING = 16 * _RECORD
+"""Bytes of a request that wait to be sent: OpenSSL keeps as much memory as ever waited."""
 
 
 class TlsLayer(asyncio.Protocol):
@@ -88,14 +90,18 @@ class TlsLayer(asyncio.Protocol):
     def _read(self, most: int) -> None:
         """Hand on all that is here; of less than a record nothing comes yet."""
         tls, above = self._tls, self._above
+        size = min(most, _RECORD)
         try:
             while self._open:
-                piece = tls.read(min(most, _RECORD))
+                piece = tls.read(size)
                 if not piece:
                     break  # the other side says that nothing follows
                 above.data_received(piece)
-                if not self._incoming.pending and not tls.pending():
-                    return self._flush_if_any()
+                size = tls.pending()  # of a record whose end alone came now, all the rest
+                if not size:
+                    size = min(self._incoming.pending, _RECORD)
+                    if not size:
+                        return self._flush_if_any()
         except ssl.SSLWantReadError:
             return self._flush_if_any()
         except ssl.SSLError:
@@ -114,15 +120,23 @@ class TlsLayer(asyncio.Protocol):
     # --- the side above
 
     def write(self, data: bytes) -> None:
-        """Send, in one write."""
+        """Send, in one write unless it is long; where TLS takes nothing now, end it."""
         if not self._open:
             return
-        sent = self._tls.write(data)  # a record at most
-        if sent < len(data):
-            rest = memoryview(data)[sent:]
-            while rest:
-                rest = rest[self._tls.write(rest) :]
+        try:
+            if len(data) <= _MOST_OUTGOING:
+                self._tls.write(data)  # all of it: what is written to is memory
+            else:
+                self._write_long(memoryview(data))
+        except ssl.SSLError:  # it has failed, or the other side shakes hands anew
+            self.abort()
+            return
         self._flush()
+
+    def _write_long(self, data: memoryview) -> None:
+        for begin in range(0, len(data), _MOST_OUTGOING):
+            self._tls.write(data[begin : begin + _MOST_OUTGOING])
+            self._flush()
 
     def abort(self) -> None:
         """End it."""

@@ -137,9 +137,10 @@ class EngineHost:
             Refused: no engine for this slot and generation.
         """
         life = self._life(order.slot)
-        began, turns = time.monotonic_ns(), self.turns(order.slot.uid)
+        began = time.monotonic_ns()
         life.hold(order.holder, hold=order.hold)
         self._site.enforcer.wake()
+        turns = self.turns(order.slot.uid)  # the same as before, and nothing waits for them
         deadline = began + int(_HOLD_WAIT_SECONDS * 1e9)
         while order.hold and time.monotonic_ns() < deadline:
             if life.stands_still_for(order.holder):
