@@ -87,7 +87,8 @@ def read_header(text: bytes, body_bytes: int | None = None) -> Header:
 
     Args:
         text: the JSON object.
-        body_bytes: that follow; None: the caller has the header alone.
+        body_bytes: that follow; None: the caller has the header alone, and looks at no bits. Then
+            a type may be one that is not read here, as models that only serve have.
 
     Raises:
         HeaderError: it is none, or a tensor does not lie within what follows.
@@ -96,14 +97,19 @@ def read_header(text: bytes, body_bytes: int | None = None) -> Header:
         entries = json.loads(text)
         metadata = dict(entries.pop(_METADATA, {}))
         places = {name: _place(entry) for name, entry in entries.items()}
-        for name, place in places.items():
-            size = math.prod(place.shape) * number_format(place.dtype).width
-            within = body_bytes is None or place.end <= body_bytes
-            if not (within and place.begin >= 0 and place.end - place.begin == size):
-                raise HeaderError(f"the offsets of {name!r} are wrong")
+        if body_bytes is not None:
+            _check_places(places, body_bytes)
     except (ValueError, KeyError, TypeError, AttributeError, ManifestError) as error:
         raise HeaderError(str(error)) from error
     return Header(places, metadata)
+
+
+def _check_places(places: Mapping[str, TensorPlace], body_bytes: int) -> None:
+    for name, place in places.items():
+        size = math.prod(place.shape) * number_format(place.dtype).width
+        within = place.begin >= 0 and place.end <= body_bytes
+        if not within or place.end - place.begin != size:
+            raise HeaderError(f"the offsets of {name!r} are wrong")
 
 
 def _place(entry: Mapping[str, Any]) -> TensorPlace:

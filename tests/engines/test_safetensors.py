@@ -10,7 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.tensors.canonical import host_tensors
-from rose_engines.tensors.safetensors import read_checkpoint, read_file, write_file
+from rose_engines.tensors.safetensors import (
+    list_tensors,
+    read_checkpoint,
+    read_file,
+    write_file,
+)
 
 
 @pytest.fixture
@@ -76,4 +81,12 @@ def header(**entry: object) -> bytes:
 def test_a_damaged_checkpoint_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(content)
     with pytest.raises(UnsupportedEngine, match=r"m\.safetensors"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_model_with_a_type_that_is_not_read_here_is_listed_for_its_size(tmp_path: Path) -> None:
+    file = header(dtype="F8_E8M0", data_offsets=[0, 2])
+    (tmp_path / "m.safetensors").write_bytes(file)
+    assert [(one.dtype, one.shape) for one in list_tensors(tmp_path)] == [("F8_E8M0", (2,))]
+    with pytest.raises(UnsupportedEngine, match="F8_E8M0"):
         read_checkpoint(tmp_path)
