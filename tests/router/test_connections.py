@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import gc
 import socket
 import ssl
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -230,6 +232,19 @@ async def test_no_spare_is_opened_once_all_are_ended(tmp_path: Path) -> None:
         await asyncio.sleep(SPARE_SECONDS * 4)
         assert len(host.writers) == 1
         assert not connections.open
+
+
+async def test_what_tls_keeps_of_a_connection_ends_with_it(tmp_path: Path) -> None:
+    tls, certificate = own_tls(tmp_path)
+    async with engine(fine, tls) as (_, connections, made):
+        one = await asked(connections, (*made[:2], True, (fingerprint(certificate),)))
+        layer = weakref.ref(one._transport)
+        gc.disable()  # a full collection may be hours away
+        try:
+            one.hang_up()
+            await until(lambda: layer() is None)
+        finally:
+            gc.enable()
 
 
 async def asked_over_one_that_closes(seconds: float) -> int:

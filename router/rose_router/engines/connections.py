@@ -289,6 +289,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It has ended."""
         self._gone = isinstance(exc, OSError) and exc.errno in _GONE
+        self._transport = None  # what TLS keeps is freed now: full collections are rare
         self._set_timer(0, _LOST)
         self._pool.forget(self)
         self._wake()
