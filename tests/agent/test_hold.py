@@ -80,6 +80,17 @@ async def test_the_reaction_to_a_request_is_told_from_its_arrival() -> None:
     assert stopped.after_ns == stopped.confirmed_ns - 1
 
 
+async def test_what_a_new_host_confirms_is_no_reaction_to_the_request_of_before() -> None:
+    host = Host()
+    host.hold.order(hold=True, arrival_ns=1)
+    await host.answer()
+    host.hold.forget()
+    host.hold.order(hold=True)
+    await host.answer()
+    assert host.hold.confirmed is True
+    assert len(host.stopped) == 1
+
+
 async def test_a_failed_call_is_told_and_made_again_by_the_next_order() -> None:
     host = Host()
     host.hold.order(hold=True)

@@ -146,5 +146,6 @@ class Hold:
             if wanted is self._wanted:
                 self.confirmed, self._answered_ns = wanted, now_ns
             if wanted and arrival_ns:
+                self._arrival_ns = 0  # a new host's answer says nothing of how soon this one was
                 paused_us, turns = answer.paused_microseconds, answer.turns
                 self._on_stop(ConfirmedHold(arrival_ns, now_ns, paused_us, turns))
