@@ -81,7 +81,7 @@ class _Mark:
         promised: that gate's certificate.
         refused: the certificate for which the gate was shut, or open for short chunks alone.
         behind_s: prefill of what came close behind it.
-        stop_s: what rollouts took to stop for it.
+        stop_s: what rollouts took to stop for it; None = they have not yet.
         shared_s: of that, for how long they computed; None = nobody knows.
     """
 
@@ -92,7 +92,7 @@ class _Mark:
     promised: TtftCertificate | None = None
     refused: TtftCertificate | None = None
     behind_s: float = 0.0
-    stop_s: float = 0.0
+    stop_s: float | None = None
     shared_s: float | None = None
 
 
@@ -168,15 +168,20 @@ class Experience:
     ) -> None:
         """An arrival has stopped the engine beside this replica.
 
+        The first stop after a request met the replica empty and the gate open was for that one.
+        Later ones are for requests that came while it was under way and the gate open again: its
+        own time to the first token has none of them.
+
         Args:
             seconds: from the arrival.
             chunk_divisor: of its permit.
             had_turns: the engine; without any it computed nothing. None = not known.
         """
         self.lessons.envelope.note_stop(seconds, chunk_divisor)
-        if self._leader is not None:
-            self._leader.stop_s = seconds
-            self._leader.shared_s = None if had_turns is None else seconds * had_turns
+        leader = self._leader
+        if leader is not None and leader.met_open and leader.stop_s is None:
+            leader.stop_s = seconds
+            leader.shared_s = None if had_turns is None else seconds * had_turns
 
     def certificate(
         self, goals: LatencyObjective, percentile: int, *, whole: bool = False
@@ -256,7 +261,7 @@ class Experience:
             taught.envelope.note_refused(mark.refused)
         if ttft is None:
             return None
-        seconds = ttft - mark.stop_s if mark.met_open else ttft + mark.behind_s
+        seconds = ttft - (mark.stop_s or 0.0) if mark.met_open else ttft + mark.behind_s
         taught.envelope.note_next(seconds)
         shared_s = mark.shared_s if mark.met_open else 0.0
         if shared_s is not None:

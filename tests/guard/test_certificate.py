@@ -51,8 +51,9 @@ class World:
         is_open: bool = False,
         stop_ms: int = 0,
         had_turns: bool | None = True,
+        later_stop_ms: int = 0,
     ) -> bool | None:
-        """From arrival to end; whether it exceeds its certificate."""
+        """From arrival to end, a later stop for another one between; whether it exceeds."""
         self.number += 1
         arrived, first = self.now, self.now + ttft_ms * MS
         reported, one = self.experience, self.number
@@ -65,6 +66,8 @@ class World:
             reported.note_stop(stop_ms / 1e3, shown.chunk_divisor, had_turns=had_turns)
         reported.open_time.note(0, arrived + MS)
         reported.note_first_token(one, first)
+        if later_stop_ms:
+            reported.note_stop(later_stop_ms / 1e3, shown.chunk_divisor, had_turns=had_turns)
         how = EndKind.COMPLETE
         done = FinishedRequest(one, arrived, first, first + MS, 400, 2, 200, how, "/")
         self.now = first + S
@@ -312,6 +315,13 @@ def test_what_stopping_took_is_not_counted_twice() -> None:
     assert world.certificate.next_s == pytest.approx(0.3)
     assert world.certificate.ceiling_s == pytest.approx(0.34)
     assert world.certificate.holds
+
+
+def test_a_stop_for_another_request_is_none_of_the_first_ones_time() -> None:
+    world = World()
+    for _ in range(120):
+        world.request(340, is_open=True, stop_ms=40, later_stop_ms=120)
+    assert world.certificate.next_s == pytest.approx(0.3)
 
 
 def test_followers_within_the_stop_count_as_the_batch() -> None:
