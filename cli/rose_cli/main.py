@@ -64,10 +64,12 @@ VERBS: dict[str, Verb] = {
     "rewards": Verb("rose_rewards.main", "compute rewards of trajectories that end", "rewards"),
     "reward-worker": Verb("rose_rewards.remote", "verify what a gateway gives to it", "rewards"),
     "batches": Verb("rose_batches.main", "run batch files on a lease's engines", "batches"),
-    "simulate": Verb("rose_simulate.main", "try policies on recorded load, on virtual time", "dev"),
-    "cost": Verb("rose_simulate.verbs.cost", "say what an accepted trajectory cost", "dev"),
+    "simulate": Verb(
+        "rose_simulate.main", "try policies on recorded load, on virtual time", "simulate"
+    ),
+    "cost": Verb("rose_simulate.verbs.cost", "say what an accepted trajectory cost", "simulate"),
     "advise": Verb(
-        "rose_simulate.verbs.advise", "say what a pool could lend, from its load", "dev"
+        "rose_simulate.verbs.advise", "say what a pool could lend, from its load", "simulate"
     ),
     "dev": Verb("rose_dev.main", "one-node Kubernetes for development", "dev"),
     "demo": Verb("rose_demo.main", "the main job on real parts, with a report", "dev"),
@@ -77,7 +79,9 @@ VERBS: dict[str, Verb] = {
 # A second word with a module of its own; the library ``rose_weights`` knows no shell.
 SUBVERBS: dict[tuple[str, str], Verb] = {
     ("advise", "memory"): Verb(
-        "rose_simulate.verbs.advise_memory", "say what serving's memory setting would lend", "dev"
+        "rose_simulate.verbs.advise_memory",
+        "say what serving's memory setting would lend",
+        "simulate",
     ),
     ("router", "token"): Verb(
         "rose_cli.ops.router_token", "say what an engine of one's own shows to a router", "operator"

@@ -27,7 +27,6 @@ from rose_core.api.common import ReplicaVerdict
 from rose_core.devices.memory import MemorySum, in_gib
 from rose_simulate.advice.errors import AdviceError
 from rose_simulate.advice.memory import ServingEngineKind, changes
-from rose_simulate.verbs.advise_memory import fp8_weights, rollout_of, serving_of, show_changes
 from rose_wire.flags import VerbParser, amount, count
 
 KINDS: dict[str, type[RolloutLease | ServingPool]] = {"lease": RolloutLease, "pool": ServingPool}
@@ -94,8 +93,19 @@ def memory_text(
     """What other settings would lend, on the replica that lends least.
 
     Raises:
-        AdviceError: a model's folder does not say how large it is.
+        AdviceError: a model's folder does not say how large it is, or cannot be read here.
     """
+    try:
+        # Models are read with numpy, which nothing else for people on a cluster needs.
+        from rose_simulate.verbs.advise_memory import (  # noqa: PLC0415
+            fp8_weights,
+            rollout_of,
+            serving_of,
+            show_changes,
+        )
+    except ModuleNotFoundError as error:
+        message = f"a model's folder is read with {error.name}: install rose-gpu[simulate]"
+        raise AdviceError(message) from error
     known = [(parts, one.replica) for one in answer.verdicts if (parts := _parts(one)) is not None]
     if not known:
         return "no replica says how much memory its serving uses\n"
