@@ -43,6 +43,11 @@ async def is_in(n: Node, state: EngineState) -> bool:
     return found is not None and found.state is state
 
 
+async def is_known_to_serve(n: Node) -> bool:
+    """Whether the guard has heard from the host that the engine serves: it asks once a second."""
+    return (await n.slot()).get("phase") == "Present"
+
+
 async def test_an_engine_gives_its_memory_back_and_gets_it_again(short_dir: Path) -> None:
     gpus = short_dir / "gpus.yaml"
     write_gpu(gpus, 40 * GIB)
@@ -51,6 +56,8 @@ async def test_an_engine_gives_its_memory_back_and_gets_it_again(short_dir: Path
         n.operator.arguments = {"token-seconds": "0.002", "kv-bytes": str(96 << 20)}
         await n.until(lambda: is_in(n, EngineState.SERVING), "the engine is lent")
         await n.until(lambda: n.gate(is_open=True), "the gate is open")
+        # One of which the guard does not know yet that it serves is ended instead.
+        await n.until(lambda: is_known_to_serve(n), "the guard knows that it serves")
         before = n.engine()
         # Less than a quarter of the headroom of 3 GiB is left.
         write_gpu(gpus, 80 * GIB - GIB // 2)
