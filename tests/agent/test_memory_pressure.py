@@ -45,7 +45,7 @@ async def is_in(n: Node, state: EngineState) -> bool:
 
 async def is_known_to_serve(n: Node) -> bool:
     """Whether the guard has heard from the host that the engine serves: it asks once a second."""
-    return (await n.slot()).get("phase") == "Present"
+    return any(one["what"] == "engine" and one["state"] == "Serving" for one in await n.trace())
 
 
 async def test_an_engine_gives_its_memory_back_and_gets_it_again(short_dir: Path) -> None:
