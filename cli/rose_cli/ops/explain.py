@@ -21,7 +21,7 @@ from uuid import uuid4
 
 from rose_cli.ops.cluster import Cluster, connection_flags, run, until
 from rose_cli.ops.errors import NotAllowed
-from rose_cli.ops.tables import Row, table
+from rose_cli.ops.tables import Row, output_flag, table
 from rose_core.api import EXPLAIN_ANNOTATION, Explanation, RolloutLease, ServingPool
 from rose_core.api.common import ReplicaVerdict
 from rose_core.devices.memory import MemorySum, in_gib
@@ -55,13 +55,7 @@ def main(argv: list[str]) -> int:
     add("--kv-tokens", type=count, help="absent = the lease's; 16384 for a pool")
     add("--max-running", type=count, help="turns at a time; absent = the lease's; 8 for a pool")
     parser.add_argument("--timeout", type=amount, default=30.0, help="seconds to wait")
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=["table", "json"],
-        default="table",
-        help="for people, for a program",
-    )
+    output_flag(parser, one_table=False)
     given = parser.parse_args(argv)
     return run("explain", given, lambda cluster: _explain(cluster, given))
 

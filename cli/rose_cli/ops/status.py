@@ -6,7 +6,7 @@ import json
 import sys
 
 from rose_cli.ops.cluster import Cluster, connection_flags, run
-from rose_cli.ops.tables import table
+from rose_cli.ops.tables import output_flag, table
 from rose_cli.ops.views import lease_rows, pool_rows, slot_summary
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_wire.flags import VerbParser
@@ -15,13 +15,7 @@ from rose_wire.flags import VerbParser
 def main(argv: list[str]) -> int:
     """Print what there is; exit code 1 when a lease or pool is not Ready."""
     parser = VerbParser("rose status", description=__doc__, parents=[connection_flags()])
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=["table", "json"],
-        default="table",
-        help="for people, for a program",
-    )
+    output_flag(parser, one_table=False)
     given = parser.parse_args(argv)
     return run("status", given, lambda cluster: _show(cluster, given.output))
 

@@ -13,14 +13,14 @@ _SMALL = 0.1
 """Below it two decimals would hide a price."""
 
 
-def output_flag(parser: argparse.ArgumentParser) -> None:
-    """``-o``."""
+def output_flag(parser: argparse.ArgumentParser, *, one_table: bool = True) -> None:
+    """``-o``; a verb whose answer is no single table has no CSV."""
     parser.add_argument(
         "-o",
         "--output",
-        choices=["table", "json", "csv"],
+        choices=["table", "json", *(["csv"] if one_table else [])],
         default="table",
-        help="for people, for a program, for a spreadsheet",
+        help="for people, for a program" + (", for a spreadsheet" if one_table else ""),
     )
 
 
