@@ -96,7 +96,7 @@ class Cluster:
         """Whether kubectl, run as the administrator, ends with exit code 0."""
         return succeeds([self.binaries()["kubectl"], f"--kubeconfig={self.kubeconfig}", *arguments])
 
-    def helm(self, *arguments: str, seconds: float = 180) -> str:
+    def helm(self, *arguments: str, seconds: float = 360) -> str:
         """Run helm as the administrator and return what it printed.
 
         Raises:

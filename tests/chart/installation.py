@@ -23,7 +23,7 @@ from rose_weights.serve import tenants
 HERE = Path(__file__).parent
 CHART = HERE.parents[1] / "helm" / "rose"
 SYSTEM, ROUTERS, RESEARCH, SERVING = "rose-system", "rose-routers", "research", "serving"
-SECONDS = 180.0
+SECONDS = 400.0
 TARGETS = ("operator", "router", "agent", "weights", "engine")
 
 
@@ -62,9 +62,9 @@ def installation(
     given = (f"--values={HERE / 'values.yaml'}", f"--set=engineHost.modelsPath={models}", *values)
     try:
         try:
-            node.helm("install", *where, *given, "--wait", "--timeout=120s", seconds=150)
+            node.helm("install", *where, *given, "--wait", "--timeout=300s", seconds=330)
             if smoke:
-                reported = node.helm("test", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
+                reported = node.helm("test", "rose", f"--namespace={SYSTEM}", "--timeout=300s")
                 assert "Succeeded" in reported
         except CommandFailed as error:
             pytest.fail("\n\n".join([str(error), *seen(node)]))

@@ -15,7 +15,7 @@ from rose_dev.node import Node
 from rose_dev.waiting import wait_until
 
 _ROUTERS, _RESEARCH = "rose-routers", "research"
-_SECONDS = 180.0
+_SECONDS = 400.0
 _TURNS_AFTER_A_DEATH = 10
 
 Turn = Callable[[str], int]

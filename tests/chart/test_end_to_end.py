@@ -36,7 +36,7 @@ from tests.chart.rendering import render
 from tests.chart.routers import two_answer_as_one
 from tests.chart.scraping import scraping, targets
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 # Panels about what does not happen in a quiet minute; their queries are run all the same.
 QUIET = {
@@ -256,7 +256,7 @@ def every_panel_shows_something(node: Node, folder: Path) -> None:
             return not found
 
         with contextlib.suppress(StartFailed):
-            wait_until(full, "no panel is empty", seconds=40, pause=2.0)
+            wait_until(full, "no panel is empty", seconds=120, pause=2.0)
         assert "; ".join(sorted(found)) == ""
     server.shutdown()
     server.server_close()
@@ -265,7 +265,7 @@ def every_panel_shows_something(node: Node, folder: Path) -> None:
 def upgrade_and_roll_back(node: Node) -> None:
     """Operators and agents are replaced twice; secrets, slot and lease stay as they were."""
     before = kept(node)
-    where = (f"--namespace={SYSTEM}", "--wait", "--timeout=120s")
+    where = (f"--namespace={SYSTEM}", "--wait", "--timeout=300s")
     changes = ("--reuse-values", "--set=operator.logLevel=DEBUG", "--set=agent.logLevel=DEBUG")
     node.helm("upgrade", "rose", str(CHART), *where, *changes)
     unchanged(node, before)
@@ -338,7 +338,7 @@ def reason(node: Node) -> str:
 
 def uninstall(node: Node) -> None:
     """The GPU comes back first, routers go too, pools and leases stay."""
-    node.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
+    node.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--timeout=300s")
     kinds = "deployments,services,rslot"
     left = "".join(
         node.kubectl("get", kinds, f"--namespace={place}", "-o", "name") for place in PLACES

@@ -41,7 +41,7 @@ from tests.chart.network import OPEN, Object, Pod, named_ports, namespace, pods,
 from tests.chart.rendering import REWARDS, SANDBOXES, render
 from tests.chart.test_end_to_end import callers_token, publish, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 INSTALL = CHART.parents[1] / "docs" / "install.md"
 MONITORING, ELSEWHERE = "monitoring", "elsewhere"
@@ -141,7 +141,7 @@ def closed(node_session: NodeSession, tmp_path_factory: pytest.TempPathFactory) 
 
     def clean() -> None:
         for name in names:
-            node.kubectl("delete", "namespace", name, "--ignore-not-found", seconds=150)
+            node.kubectl("delete", "namespace", name, "--ignore-not-found", seconds=330)
 
     clean()
     try:
@@ -179,7 +179,7 @@ def closed(node_session: NodeSession, tmp_path_factory: pytest.TempPathFactory) 
             wait_for(node, "Ready")
             everywhere = ("--all-namespaces", "--selector=network=stranger")
             node.kubectl(
-                "wait", "pods", *everywhere, "--for=condition=Ready", "--timeout=120s", seconds=130
+                "wait", "pods", *everywhere, "--for=condition=Ready", "--timeout=300s", seconds=310
             )
             yield node
     finally:
@@ -362,5 +362,5 @@ def switch(node: Node, enabled: str) -> None:
 
 def test_an_uninstallation_gives_everything_back(closed: Node) -> None:
     """Last: its hook asks operator, guard and engine host, as a caller who is named."""
-    closed.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--timeout=120s")
+    closed.helm("uninstall", "rose", f"--namespace={SYSTEM}", "--timeout=300s")
     assert field(closed, "servingpool", "chat", SERVING, "{.status.lentReplicas}") == "0"

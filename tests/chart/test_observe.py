@@ -27,7 +27,7 @@ from tests.chart.installation import (
 )
 from tests.chart.test_end_to_end import condition, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 OWN_STATUS = ("python", "-c", "print(open('/proc/self/status').read())")
 
@@ -84,7 +84,7 @@ def test_the_default_sees_and_lends_nothing_until_it_is_told_to(observing: Node)
     assert node.kubectl("get", "rslot", f"--namespace={SYSTEM}", "--output=name") == ""
     assert "forbidden" not in logs(node, "daemonset/rose-agent")
 
-    where = (f"--namespace={SYSTEM}", "--wait", "--timeout=120s")
+    where = (f"--namespace={SYSTEM}", "--wait", "--timeout=300s")
     node.helm("upgrade", "rose", str(CHART), *where, "--reuse-values", "--set=lending.enabled=true")
     mode(node, "Lend")
     wait_for(node, "Granted")

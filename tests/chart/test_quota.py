@@ -14,10 +14,10 @@ from rose_dev.waiting import wait_until, wait_until_established
 from tests.api import objects
 from tests.api.objects import changed
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 120.0
+SECONDS = 400.0
 TOKENS = "rose-gpu.dev/slots"
 
 
@@ -26,7 +26,9 @@ def team(node: Node) -> Iterator[Node]:
     """A namespace with a lease of no size, and a node that has tokens."""
     node.kubectl("apply", *(f"--filename={path}" for path in (ROOT / "crds").glob("*.yaml")))
     wait_until_established(node.kubectl, "crd/rolloutleases.rose-gpu.dev")
-    wait_until(lambda: not has_namespace(node), "an earlier run's namespace is gone", seconds=60)
+    wait_until(
+        lambda: not has_namespace(node), "an earlier run's namespace is gone", seconds=SECONDS
+    )
     node.kubectl("create", "namespace", "research")
     changes = {"metadata.namespace": "research", "spec.slots": {"min": 0, "max": 0}}
     node.kubectl("apply", "--filename=-", stdin=json.dumps(changed(objects.LEASE, changes)))

@@ -36,7 +36,7 @@ from tests.chart.installation import (
     seen,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 NAME = f"rose-sandboxes-research-grpo-{lease_digest('research', 'grpo')}"
 TEMPLATES = "sandboxtemplates.extensions.agents.x-k8s.io"
@@ -84,7 +84,7 @@ def installed(node: Node, tmp_path: Path, request: pytest.FixtureRequest) -> Ite
         where = ("rose", str(CHART), f"--namespace={SYSTEM}", "--create-namespace")
         try:
             node.helm(
-                "install", *where, f"--values={file}", "--wait", "--timeout=120s", seconds=150
+                "install", *where, f"--values={file}", "--wait", "--timeout=300s", seconds=330
             )
         except CommandFailed as error:
             host = logs_of_host(node)
@@ -258,7 +258,8 @@ def test_an_agents_world_survives_the_kill_of_its_hosts_pod(installed: Node) -> 
         node.kubectl("delete", "pod", before, *where)
         wait_until(lambda: host_pod(node) not in {"", before}, "another host", seconds=SECONDS)
         node.kubectl(
-            *("rollout", "status", f"daemonset/{NAME}", f"--namespace={SYSTEM}", "--timeout=90s")
+            *("rollout", "status", f"daemonset/{NAME}", f"--namespace={SYSTEM}", "--timeout=300s"),
+            seconds=310,
         )
         said = ask(node, RESTORE).split("\n")
         assert said[0] == "[1, 2, 3]"

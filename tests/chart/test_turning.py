@@ -30,7 +30,7 @@ from tests.chart.installation import CHART, HERE, SECONDS, SYSTEM, field, instal
 from tests.chart.test_end_to_end import callers_token, publish, service, wait_for
 from tests.chart.turns import Turns
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 VALUES = yaml.safe_load((HERE / "values.yaml").read_text())
 AUTHORITIES = ("rose-authority", "rose-node-authority", "rose-router-authority")

@@ -21,7 +21,7 @@ from rose_dev.waiting import wait_until
 from tests.chart.installation import SECONDS, SERVING, SYSTEM, installation, logs, make_models, seen
 from tests.chart.test_end_to_end import condition, reached
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 SPREAD = {
     "maxSkew": 1,
@@ -91,8 +91,8 @@ def test_a_drained_node_gives_its_slot_to_the_other(node: Node, second: SecondNo
     (other,) = both - {drained}
 
     # The operator's budget lets one of its two replicas go at a time.
-    flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=150s")
-    node.kubectl("drain", drained, *flags, seconds=160)
+    flags = ("--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=300s")
+    node.kubectl("drain", drained, *flags, seconds=320)
     assert wait_for_slot(node, {other}) == other
     here = [
         pod["metadata"]["name"]

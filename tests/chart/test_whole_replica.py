@@ -31,7 +31,7 @@ from tests.chart.installation import (
 )
 from tests.chart.test_end_to_end import post
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 # Serving has all but the headroom, so nothing is left to lend beside it.
 FULL = [

@@ -33,11 +33,11 @@ from tests.chart.installation import (
 from tests.gpu_node.machine import apply
 from tests.gpu_node.serving_pods import ServingPod, hold, serving_pods
 
-MARKS = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+MARKS = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 UP = frozenset({"Syncing", "Running"})
 HERE = Path(__file__).parent
-SECONDS = 150.0
+SECONDS = 400.0
 USUAL = {"chat_1": 5, "chat_2": 1}
 """Replicas of one and of two GPUs: seven of the node's eight."""
 
@@ -66,7 +66,7 @@ class Lending:
             # The development node's kubelet keeps its root elsewhere.
             f"--set=agent.podResourcesPath={self.node.place.pod_resources}",
         )
-        wait = ("--wait", "--timeout=150s")
+        wait = ("--wait", "--timeout=300s")
         where = ("rose", str(CHART), f"--namespace={SYSTEM}", "--create-namespace")
         try:
             return self.node.helm("upgrade", "--install", *where, *given, *values, *wait)
@@ -87,7 +87,7 @@ class Lending:
             self.node.kubectl("scale", *which, f"--replicas={count}")
         for name in replicas:
             which = (f"deployment/{name.replace('_', '-')}", f"--namespace={SERVING}")
-            self.node.kubectl("rollout", "status", *which, "--timeout=60s", seconds=70)
+            self.node.kubectl("rollout", "status", *which, "--timeout=300s", seconds=310)
         wanted = sum(replicas.values())
         wait_until(
             lambda: len(serving_pods(self.node, SERVING)) == wanted, "the pods", seconds=SECONDS
@@ -162,7 +162,7 @@ class Lending:
         A lease of ten minutes without a turn asks for nothing once it has lost every slot.
         """
         where = ("grpo", f"--namespace={RESEARCH}", "--ignore-not-found")
-        self.node.kubectl("delete", "rlease", *where, seconds=90)
+        self.node.kubectl("delete", "rlease", *where, seconds=300)
         (lease,) = documents(HERE / "serving.yaml", "grpo")
         lease["spec"] |= changes
         apply(self.node, lease)
@@ -176,7 +176,7 @@ class Lending:
     def restart(self, component: str) -> None:
         """Have a DaemonSet's pods of the first node end and come again."""
         chosen = (f"--selector=app.kubernetes.io/name=rose-{component}", f"--namespace={SYSTEM}")
-        self.node.kubectl("delete", "pods", *chosen, "--wait=true", seconds=90)
+        self.node.kubectl("delete", "pods", *chosen, "--wait=true", seconds=300)
 
     def found(self, node_name: str = "rose-dev") -> str:
         """What the guard of a node has found of its GPUs; empty while it does not answer."""

@@ -36,7 +36,7 @@ def ready(node: Node, *pods: dict[str, Any]) -> None:
     apply(node, *pods)
     for pod in pods:
         where = (f"pod/{pod['metadata']['name']}", f"--namespace={pod['metadata']['namespace']}")
-        node.kubectl("wait", "--for=condition=Ready", *where, "--timeout=60s", seconds=70)
+        node.kubectl("wait", "--for=condition=Ready", *where, "--timeout=300s", seconds=310)
 
 
 def inside(node: Node, pod: dict[str, Any], *command: str) -> str:

@@ -231,7 +231,7 @@ def test_gpus_that_another_team_has_claimed_as_well_are_shared_and_the_others_le
         others = {one.name for one in lending.pods} - names
         lending.wait(lambda: lending.lent() == others, "the others go on, alone")
     finally:
-        node.kubectl("delete", "namespace", STRAYS, "--wait=true", seconds=90)
+        node.kubectl("delete", "namespace", STRAYS, "--wait=true", seconds=300)
     lending.wait_for_all()
 
 

@@ -22,7 +22,7 @@ from tests.gpu_node.machine import (
     sleeper,
 )
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ALL = {f"nvidia{index}" for index in range(8)}
 EVERYBODYS = {"nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"}
@@ -71,6 +71,6 @@ def test_nvidias_nri_plugin_serves_the_namespaces_it_was_told_to(machine: Node) 
 def test_a_lost_gpu_is_not_offered_until_it_is_back(gpu_node: Node) -> None:
     with state_of(gpu_node) as state:
         act(state, "lose", ["3"])
-        wait_until(lambda: allocatable(gpu_node) == "7", "seven GPUs are offered", seconds=60)
+        wait_until(lambda: allocatable(gpu_node) == "7", "seven GPUs are offered", seconds=180)
         act(state, "restore", ["3"])
-        wait_until(lambda: allocatable(gpu_node) == "8", "eight are", seconds=60)
+        wait_until(lambda: allocatable(gpu_node) == "8", "eight are", seconds=180)

@@ -87,13 +87,13 @@ def gone(installed: Lending) -> Lending:
     installed.serve(chat_1=2)
     installed.renew_lease(slots={"min": 2, "max": 2, "idleSeconds": 604800})
     node = installed.node
-    where = (f"--namespace={SYSTEM}", "--wait", "--ignore-not-found", "--timeout=120s")
+    where = (f"--namespace={SYSTEM}", "--wait", "--ignore-not-found", "--timeout=300s")
     try:
-        node.helm("uninstall", "rose", *where, seconds=150)
+        node.helm("uninstall", "rose", *where, seconds=330)
     except CommandFailed:  # what a failed installation has left has no namespace for the hook
-        node.helm("uninstall", "rose", *where, "--no-hooks", seconds=150)
-    pods = ("--for=delete", "pods", "--all", f"--namespace={SYSTEM}", "--timeout=60s")
-    node.kubectl("wait", *pods, seconds=70)
+        node.helm("uninstall", "rose", *where, "--no-hooks", seconds=330)
+    pods = ("--for=delete", "pods", "--all", f"--namespace={SYSTEM}", "--timeout=300s")
+    node.kubectl("wait", *pods, seconds=310)
     return installed
 
 

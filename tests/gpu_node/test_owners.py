@@ -17,7 +17,7 @@ from rose_dev.node import Node
 from rose_dev.waiting import until
 from tests.gpu_node.machine import ready, sleeper
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SPACE = "gpu-owners"
 

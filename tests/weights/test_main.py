@@ -195,6 +195,7 @@ async def test_serving_until_a_signal(tmp_path: Path) -> None:
                 assert await answer.text() == "ok\n"
         assert 'rose_weights_head_sequence{run="run"} 1.0' in text
         assert 'rose_weights_commits_total{outcome="Published",run="run"} 2.0' in text
+        assert 'rose_weights_refusals_total{error="Fenced"} 0.0' in text, "the first one is a rise"
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), DEADLINE) == 0

@@ -90,6 +90,11 @@ _BY_NAME: dict[str, type[WeightsError]] = {
 }
 
 
+def codes() -> tuple[str, ...]:
+    """What ``code`` can be of an error that travels."""
+    return tuple(_BY_NAME)
+
+
 def as_text(error: WeightsError) -> str:
     """The error for the wire."""
     return f"[{error.code}] {error}"

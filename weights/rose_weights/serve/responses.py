@@ -12,10 +12,15 @@ from typing import TypeVar
 
 from rose_core.delta import DeltaError, Manifest
 from rose_weights import metrics
-from rose_weights.errors import BadManifest, WeightsError, as_text
+from rose_weights.errors import BadManifest, WeightsError, as_text, codes
 from rose_weights.messages import Description, VersionInfo
 from rose_weights.store.state import RunState, StoredVersion
 from rose_wire.errors import Refused
+
+# A counter that appears with its first refusal hides that one from rate() and increase(), which
+# compare two readings: each code stands at zero from the start.
+for _code in codes():
+    metrics.REFUSALS.labels(_code)
 
 _RequestT = TypeVar("_RequestT")
 _ReplyT = TypeVar("_ReplyT")
