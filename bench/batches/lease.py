@@ -17,11 +17,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 import msgspec
-import openai
 
 from bench.guard.node import Bench, grant_of, running
 from bench.rewards.killed import running as processes
@@ -30,6 +29,9 @@ from rose_core.wire.sync import Grant, RouterProof, WeightSource
 from rose_dev.models import make_named
 from tests.batches.processes import COMPLETIONS, Pair, pair
 from tests.router.conftest import LEASE
+
+if TYPE_CHECKING:
+    import openai
 
 # Short lines: 10,000 of them took twelve minutes on a busy machine, windows without lines included.
 TOKENS: Final = 8
@@ -194,6 +196,8 @@ def grant(model: str, attach: int) -> Grant:
 @contextlib.asynccontextmanager
 async def lent(root: Path, model: str, count: int) -> AsyncIterator[Lease]:
     """Start everything, begin a batch of so many lines; end everything."""
+    import openai  # noqa: PLC0415  # slow to import, and tests read this module without it
+
     two = pair(root, lines=_UNDER_WAY)
     asked = openai.OpenAI(base_url=f"{two.url}/v1", api_key="none", max_retries=5, timeout=60)
     async with (

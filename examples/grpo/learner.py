@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
+import transformers  # names are taken from it where they are used: models are slow to import
 
 from examples.grpo.errors import ModelMismatch
 from examples.grpo.rollouts import Group, Trajectory
@@ -108,8 +107,8 @@ class Policy:
     """
 
     def __init__(self, folder: Path, *, learning_rate: float, truncation: float = 2.0) -> None:
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._check_vocabulary(folder)
         self._truncation = truncation
         self._optimizer = torch.optim.Adam(

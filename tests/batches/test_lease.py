@@ -9,10 +9,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import openai
 import psutil
 import pytest
 
@@ -36,6 +35,9 @@ from tests.batches.processes import (
 from tests.router.conftest import LEASE, VERSION, Stage
 from tests.router.scripts import RECIPE, folder
 from tests.router.test_real_engines import update_of
+
+if TYPE_CHECKING:
+    import openai
 
 pytestmark = [
     pytest.mark.asyncio,
@@ -138,6 +140,8 @@ async def test_a_large_file_takes_none_of_the_routers_memory(
 
 
 def client(url: str, key: str) -> openai.OpenAI:
+    import openai  # noqa: PLC0415  # slow to import, and one test needs it
+
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=2, timeout=60)
 
 
@@ -177,6 +181,8 @@ async def test_openais_own_client_runs_a_batch(stage: Staging, tmp_path: Path) -
         bad.write_bytes(token_file(1) + b"{nonsense\n")
 
         def fail() -> None:
+            import openai  # noqa: PLC0415  # as in ``client``
+
             with pytest.raises(openai.BadRequestError, match="expected batch"):
                 asked.files.create(file=bad, purpose="fine-tune")
             file = asked.files.create(file=bad, purpose="batch")

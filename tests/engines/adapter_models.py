@@ -8,7 +8,6 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-import peft
 import torch
 import transformers
 
@@ -33,6 +32,8 @@ def make_base(into: Path) -> Path:
 
 def trained(folder: Path, seed: int, **settings: Any) -> Any:  # noqa: ANN401  # of PEFT
     """A model of PEFT whose adapter is not nothing."""
+    import peft  # noqa: PLC0415  # seconds, which each worker of a lane would spend
+
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = peft.LoraConfig(r=RANK, lora_alpha=6, target_modules=list(TARGETS), **settings)
     model = peft.get_peft_model(base, config)

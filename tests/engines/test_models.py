@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 from rose_dev.models import RECIPES, make_model, make_named, successors
 
@@ -21,8 +21,8 @@ def test_the_same_recipe_makes_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tiny", "tiny-tied"])
 def test_transformers_loads_a_made_model_whose_tokens_are_bytes(tmp_path: Path, name: str) -> None:
     folder = make_named(name, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert 300_000 < sum(p.numel() for p in model.parameters()) < 400_000
     text = "Grüße, 3 + 4\n"
     ids = tokenizer(text).input_ids
@@ -33,7 +33,9 @@ def test_transformers_loads_a_made_model_whose_tokens_are_bytes(tmp_path: Path, 
 
 @pytest.mark.parametrize("name", ["tiny-peaked", "mid-peaked"])
 def test_peaked_models_have_clear_gaps(tmp_path: Path, name: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(make_named(name, tmp_path), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        make_named(name, tmp_path), dtype=torch.float32
+    )
     ids = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = model(ids).logits

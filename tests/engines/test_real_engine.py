@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
@@ -141,7 +141,7 @@ def cycle(recipe_successors: list[int], last: int, count: int) -> list[int]:
 
 def reference(model: Path, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
     """Log-probs of every token but the first, by transformers in 32 bits."""
-    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    made = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         logits = made(torch.tensor([list(ids)])).logits[0, :-1] / temperature
     scores = logits.log_softmax(-1)

@@ -53,6 +53,8 @@ class Wire:
 
     @asynccontextmanager
     async def before(self, target: int) -> AsyncIterator[Wire]:
+        joined = set[asyncio.Task[None]]()
+
         async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(ConnectionError):
                 while piece := await reader.read(65_536):
@@ -62,14 +64,25 @@ class Wire:
 
         async def join(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", target)
-            await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+            try:
+                await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
+            finally:
+                for one in (writer, far_writer):
+                    one.transport.abort()
 
-        server = await asyncio.start_server(join, "127.0.0.1", 0)
+        def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            joined.add(asyncio.create_task(join(reader, writer)))
+
+        server = await asyncio.start_server(begin, "127.0.0.1", 0)
         self.port = server.sockets[0].getsockname()[1]
         try:
             yield self
         finally:
             server.close()
+            # A router keeps its connections for the next turn: they would outlive the loop.
+            for one in joined:
+                one.cancel()
+            await asyncio.gather(*joined, return_exceptions=True)
 
 
 @dataclass

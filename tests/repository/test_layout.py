@@ -6,6 +6,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path, PurePath
 
 import pytest
@@ -42,15 +43,14 @@ def test_folders_by_place_are_no_packages(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_relative_link_of_a_page_leads_somewhere(page: str) -> None:
-    text = CODE.sub("", (ROOT / page).read_text())
+def test_every_relative_link_of_a_page_leads_somewhere() -> None:
     missing = [
-        target
-        for target in LINK.findall(text)
+        f"{page}: {target}"
+        for page in PAGES
+        for target in LINK.findall(CODE.sub("", (ROOT / page).read_text()))
         if "://" not in target and not ((ROOT / page).parent / target).exists()
     ]
-    assert not missing, f"{page} links to {missing}"
+    assert missing == []
 
 
 def test_what_strangers_send_may_be_wrong_in_every_way() -> None:
@@ -62,6 +62,7 @@ def test_what_strangers_send_may_be_wrong_in_every_way() -> None:
     assert [path for path in code if half.search((ROOT / path).read_text())] == []
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """What a link may name on a page: its headings, as the site spells them."""
     headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
@@ -69,15 +70,15 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", one) for one in words}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_link_into_a_page_leads_to_a_heading(page: str) -> None:
-    here = ROOT / page
+def test_every_link_into_a_page_leads_to_a_heading() -> None:
     missing = [
-        f"{target}#{anchor}"
-        for target, anchor in ANCHOR.findall(BLOCK.sub("", here.read_text()))
-        if "://" not in target and anchor not in anchors(here.parent / target if target else here)
+        f"{page}: {target}#{anchor}"
+        for page in PAGES
+        for target, anchor in ANCHOR.findall(BLOCK.sub("", (ROOT / page).read_text()))
+        if "://" not in target
+        and anchor not in anchors((ROOT / page).parent / target if target else ROOT / page)
     ]
-    assert not missing, f"{page} links to {missing}"
+    assert missing == []
 
 
 def test_every_decision_is_listed_and_has_a_number_of_its_own() -> None:
@@ -88,12 +89,15 @@ def test_every_decision_is_listed_and_has_a_number_of_its_own() -> None:
     assert [number for number, count in numbers.items() if count > 1] == []
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_make_target_a_page_names_exists(page: str) -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    named = set(re.findall(r"`make ([a-z][a-z0-9-]*)", (ROOT / page).read_text()))
-    missing = {target for target in named if not re.search(rf"^{target}:", makefile, re.MULTILINE)}
-    assert not missing, f"{page} names {missing}"
+def test_every_make_target_a_page_names_exists() -> None:
+    targets = set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    missing = [
+        f"{page}: {target}"
+        for page in PAGES
+        for target in re.findall(r"`make ([a-z][a-z0-9-]*)", (ROOT / page).read_text())
+        if target not in targets
+    ]
+    assert missing == []
 
 
 def resolves(name: str) -> bool:
@@ -221,17 +225,16 @@ def called(name: str) -> list[str]:
     return [path for path in SOURCES if "*" in name or path.endswith(name)]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_file_of_python_that_a_page_names_is_in_the_folder_it_says(page: str) -> None:
-    if page == "CHANGELOG.md" or page.startswith("docs/decisions/"):
-        return  # history
-    named = {one for line in (ROOT / page).read_text().splitlines() for one in files_named(line)}
-    missing = {
-        one
-        for one in named
+def test_every_file_of_python_that_a_page_names_is_in_the_folder_it_says() -> None:
+    history = [page for page in PAGES if page.startswith(("CHANGELOG.md", "docs/decisions/"))]
+    missing = [
+        f"{page}: {one}"
+        for page in PAGES
+        if page not in history
+        for one in {o for line in (ROOT / page).read_text().splitlines() for o in files_named(line)}
         if not any(PurePath("/", path).match(f"**/{one}") for path in called(PurePath(one).name))
-    }
-    assert not missing, f"{page} names {missing}"
+    ]
+    assert missing == []
 
 
 def test_the_map_of_the_rooms_names_folders_and_modules_that_exist() -> None:

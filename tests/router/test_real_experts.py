@@ -20,8 +20,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+import transformers
 
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
@@ -53,8 +52,8 @@ def mixture(folder: Path) -> Path:
     """A tiny Qwen 3 mixture with random weights, and the tokenizer of another tiny model."""
     other = make_named("tiny-peaked")
     torch.manual_seed(0)
-    made = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
+    made = transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
             vocab_size=json.loads((other / "config.json").read_text())["vocab_size"],
             hidden_size=64,
             intermediate_size=128,
