@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -60,6 +61,9 @@ SGLANG = Stock(
         "sglang.srt.managers.scheduler",
         "sglang.srt.models.registry",
         "sglang.srt.plugins",
+        # What each scheduler imports when it starts, and ROSE's plugin for its compiled loops.
+        "sglang.srt.dllm.algorithm",
+        "numba",
     ),
     # A rank binds its threads, and plugins are loaded.
     frozenset({"SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_PLUGINS"}),
@@ -234,8 +238,13 @@ def _common(stock: Stock, environment: Mapping[str, str]) -> dict[str, str]:
 
 def _serve(channel: socket.socket, stock: Stock) -> None:
     """Import once, then fork for each message, and tell of each end."""
+    # A search for garbage would read all that was imported, in each engine anew, and with it copy
+    # what the forks share. SGLang asks for one at each start.
+    gc.disable()
     for name in stock.imports:
         __import__(name)
+    gc.freeze()
+    gc.enable()
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         sys.exit(f"{stock.title}'s imports have started threads: no engine can be forked from here")
     poll = select.poll()

@@ -173,3 +173,19 @@ def test_a_template_that_answers_late_is_ended(
         start(made, environment, tmp_path / "late", "0")
 
     assert not made.alive()
+
+
+def test_no_engine_searches_what_was_imported_for_garbage(
+    template: Template, stock: Stock, environment: dict[str, str], tmp_path: Path
+) -> None:
+    name = stock.imports[0]
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import gc, sys\n"
+        "imported = vars(sys.modules[sys.argv[1]])\n"
+        "print(gc.isenabled(), any(one is imported for one in gc.get_objects()))\n"
+    )
+    with (tmp_path / "log").open("wb") as log:
+        assert template.start([name], environment, log.fileno(), program).wait(120) == 0
+
+    assert (tmp_path / "log").read_text() == "True False\n"
