@@ -68,9 +68,12 @@ def main(argv: list[str] | None = None) -> int:
     """Measure; 1 when something was lost, doubled or silently 0."""
     parser = flags()
     given = parser.parse_args(argv)
-    known = {*steps.TRAINERS, *scaling.SETTINGS}
-    if unknown := [one for one in (*given.trainers, *given.settings) if one not in known]:
-        parser.error(f"{unknown[0]!r} is no trainer and no setting; --help names them")
+    for flag, asked, known in (
+        ("--trainers", given.trainers, steps.TRAINERS),
+        ("--settings", given.settings, scaling.SETTINGS),
+    ):
+        if unknown := [one for one in asked if one not in known]:
+            parser.error(f"{flag} knows no {unknown[0]!r}; it takes {', '.join(known)}")
     figures: list[Figure] = []
     wrong = 0
     if given.rewards:

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rose_core.accounting.breakdown import CostBreakdown, breakdown, lines
-from rose_core.accounting.correct import Sampled, violation_price
+from rose_core.accounting.correct import Sampled
 from rose_core.accounting.cost import MICRO, Prices
+from rose_core.accounting.late import ServedTraffic, late_price
 from rose_core.accounting.ledger import GpuTier, GpuTime, Ledger, ServingImpact, Trajectories
 from rose_demo.records import Recording
 from rose_demo.statistics import LENT_WINDOWS, WITHHELD_WINDOWS, Attainment, growth
@@ -46,7 +47,8 @@ def costs(recording: Recording, attainments: Mapping[str, Attainment]) -> CostBr
     seconds = recording.before_s + recording.samples[-1].at_s - recording.samples[0].at_s
     accepted, correct, trained = (_sum(steps, field) for field in ("trained", "correct", "kept"))
     served = recording.settings.seconds / _HOUR_S  # the requests are those of the measurement
-    violation = violation_price(DEDICATED_HOUR, REPLICAS * served, len(recording.requests))
+    requests = ServedTraffic(len(recording.requests), REPLICAS * served)
+    violation = late_price(requests, DEDICATED_HOUR)
     late = late_requests(attainments)
     own = round(OWN_GPUS * seconds * _MILLISECONDS)
     ledger = Ledger(
@@ -60,7 +62,7 @@ def costs(recording: Recording, attainments: Mapping[str, Attainment]) -> CostBr
     )
     return breakdown(
         ledger,
-        Prices(DEDICATED_HOUR, LENT_HOUR, round(violation or 0), reserve_hour=DEDICATED_HOUR),
+        Prices(DEDICATED_HOUR, LENT_HOUR, violation.whole, reserve_hour=DEDICATED_HOUR),
         Sampled({GpuTier.DEDICATED: int(dedicated), GpuTier.BORROWED: int(borrowed)}, trained),
         violation=violation,
     )

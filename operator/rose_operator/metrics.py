@@ -179,6 +179,13 @@ RESERVED_SECONDS = Gauge(
     ["lease"],
     registry=REGISTRY,
 )
+LATE_REVENUE = Gauge(
+    "rose_lease_late_revenue",
+    "What the live requests that were late beside rollouts earn, by what their pool says that "
+    "tokens do; in its currency.",
+    ["lease"],
+    registry=REGISTRY,
+)
 UNLENT_RESERVED_SECONDS = Gauge(
     "rose_pool_unlent_reserved_seconds",
     "GPU time in which nobody borrowed, by the share of memory that serving did without for it.",

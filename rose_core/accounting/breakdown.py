@@ -12,6 +12,7 @@ from typing import Final
 
 from rose_core.accounting.correct import CostCorrect, Sampled, taken_apart
 from rose_core.accounting.cost import MICRO, Cost, Prices, cost
+from rose_core.accounting.late import LatePrice
 from rose_core.accounting.ledger import GpuTier, Ledger
 
 _MILLION: Final = 1_000_000
@@ -29,7 +30,7 @@ class CostBreakdown:
         factors: of the cost per correct answer.
         accepted, correct: trajectories that were trained on, and correct answers among them.
         late: requests that lending made late, at most.
-        violation: price of one of them.
+        violation: price of one of them, and where it comes from.
         reserve: price of all of a GPU's memory for an hour.
         reserved_hours: GPU-hours that the memory kept back from serving comes to.
         unlent_hours: the same while nobody borrowed: of a run that has its pools to itself. A
@@ -45,7 +46,7 @@ class CostBreakdown:
     accepted: int
     correct: int
     late: int
-    violation: float | None
+    violation: LatePrice
     reserve: float
     reserved_hours: float
     unlent_hours: float
@@ -79,7 +80,7 @@ def breakdown(
     prices: Prices,
     tokens: Sampled,
     *,
-    violation: float | None,
+    violation: LatePrice,
 ) -> CostBreakdown:
     """Take a run's bill apart.
 
@@ -135,7 +136,7 @@ def figures(found: CostBreakdown) -> dict[str, float | None]:
         "unlent_reserve": found.bill.unlent_reserve,
         "taken_per_million_borrowed_tokens": found.harm,
         "borrowing_pays_up_to": found.threshold,
-        "late_request": found.violation,
+        "late_request": found.violation.micros,
         "reserve_hour": found.reserve,
     }
     fields |= {name: None if one is None else one / MICRO for name, one in micros.items()}
@@ -192,8 +193,8 @@ def lines(found: CostBreakdown) -> list[Line]:
         ),
         (
             "price of a late request",
-            money(found.violation),
-            "as asked, or the pool's GPUs by its requests",
+            money(found.violation.micros),
+            found.violation.source.value,
         ),
         (
             "price of the reserve",

@@ -121,14 +121,3 @@ def _paid_for(bill: Cost, used: Mapping[GpuTier, int]) -> dict[GpuTier, float]:
         # Nothing carries what that tier cost: by tier there is no price then.
         return {next(iter(used)): sum(paid.values())}
     return {tier: paid[tier] for tier in used}
-
-
-def violation_price(gpu_hour: int, gpu_hours: float, requests: int) -> float | None:
-    """What a request is worth at least: what its pool's GPUs cost, by the requests they served.
-
-    Args:
-        gpu_hour: micro-units of a GPU's hour.
-        gpu_hours: of the GPUs that served them.
-        requests: served; None comes of none.
-    """
-    return gpu_hour * gpu_hours / requests if requests else None

@@ -16,6 +16,7 @@ from rose_core.accounting.cost import (
     per_accepted,
     per_correct,
 )
+from rose_core.accounting.late import LateSource
 from rose_core.accounting.ledger import GpuTier, Ledger
 
 SWEEP = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -28,7 +29,7 @@ class CostStatement:
     Attributes:
         opportunity: what lending took from serving: violations that it added and memory that was
             kept back, at their prices.
-        violation: price of one of those.
+        violation: price of one of those; late_source: where it comes from, in words.
         break_even: lent price per hour at which borrowing pays as much as not borrowing.
         saved: cost per accepted trajectory against dedicated-only, as a share of the latter.
         sensitivity: cost per accepted trajectory by lent price, as shares of the dedicated one.
@@ -44,6 +45,7 @@ class CostStatement:
     saved: float | None
     sensitivity: tuple[tuple[float, float | None], ...]
     violation: int = 0
+    late_source: str = LateSource.ASKED.value
 
     @property
     def borrowed_hours(self) -> float:
@@ -57,7 +59,12 @@ class CostStatement:
 
 
 def statement(
-    name: str, ledger: Ledger, prices: Prices, dedicated_only: Ledger | None = None
+    name: str,
+    ledger: Ledger,
+    prices: Prices,
+    dedicated_only: Ledger | None = None,
+    *,
+    late_source: LateSource = LateSource.ASKED,
 ) -> CostStatement:
     """Make a statement.
 
@@ -66,6 +73,7 @@ def statement(
         ledger: what was used and made.
         prices: of everything.
         dedicated_only: the same work without borrowing, where somebody has run it.
+        late_source: where the price of a late request comes from.
     """
     bill, price = cost(ledger, prices), per_accepted(ledger, prices)
     base = None if dedicated_only is None else per_accepted(dedicated_only, prices)
@@ -83,6 +91,7 @@ def statement(
         saved=saved,
         sensitivity=tuple((share, _at(ledger, prices, share)) for share in SWEEP),
         violation=prices.violation,
+        late_source=late_source.value,
     )
 
 

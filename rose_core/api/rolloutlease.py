@@ -440,6 +440,8 @@ class SlotTotals(ApiModel):
     slo_violations: Count = Field(
         default=0, description="Those that missed the SLO beside rollouts."
     )
+    serving_input_tokens: Count = Field(default=0, description="Tokens that serving read.")
+    serving_output_tokens: Count = Field(default=0, description="Tokens that serving wrote.")
 
 
 MOST_ROUTERS = 64
@@ -487,6 +489,12 @@ class Totals(ApiModel):
             "Live requests that missed the pool's SLO and had met an open gate; at most what "
             "lending has added."
         ),
+    )
+    serving_input_tokens: Count = Field(
+        default=0, description="Tokens of prompts that serving read beside a granted slot."
+    )
+    serving_output_tokens: Count = Field(
+        default=0, description="Tokens of answers that serving wrote beside a granted slot."
     )
     accepted_trajectories: Count = Field(
         default=0, description="Trajectories that the trainer said it trained on."

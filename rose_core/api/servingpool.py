@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from pydantic import Field
 
+from rose_core.accounting.late import TokenRevenue
 from rose_core.api.common import SET_LIST, ApiModel, LabelValue, ObjectMeta, Rule
 from rose_core.api.names import PoolMode
 from rose_core.api.poollending import Lending
@@ -105,6 +107,31 @@ class Objective(ApiModel):
     )
 
 
+class Revenue(ApiModel):
+    """What the pool's own requests earn, in millionths of the currency unit."""
+
+    rules = (
+        Rule(
+            "has(self.perMillionInputTokensMicros) || has(self.perMillionOutputTokensMicros)",
+            "name at least one of perMillionInputTokensMicros and perMillionOutputTokensMicros",
+        ),
+    )
+
+    per_million_input_tokens_micros: int | None = Field(
+        default=None, ge=0, le=10**12, description="By a million tokens of prompts."
+    )
+    per_million_output_tokens_micros: int | None = Field(
+        default=None, ge=0, le=10**12, description="By a million tokens of answers."
+    )
+
+    @property
+    def of_tokens(self) -> TokenRevenue:
+        """The same, for the formulas; what is not said earns nothing."""
+        return TokenRevenue(
+            self.per_million_input_tokens_micros or 0, self.per_million_output_tokens_micros or 0
+        )
+
+
 class PoolSpec(ApiModel):
     """What the serving owner allows."""
 
@@ -154,6 +181,11 @@ class PoolSpec(ApiModel):
         le=100,
         description="Most that lending may add to latency, against un-lent windows, percent.",
     )
+    revenue: Revenue | None = Field(
+        default=None,
+        description="What live traffic earns: one request's worth is the price of a late one. When "
+        "not given, that is what the pool's GPUs cost by the requests that they served.",
+    )
     allowed_signals: tuple[SignalSource, ...] = Field(
         default=tuple(SignalSource),
         min_length=1,
@@ -197,3 +229,10 @@ class ServingPool(ApiModel):
     metadata: ObjectMeta
     spec: PoolSpec
     status: PoolStatus = PoolStatus()
+
+
+def revenue_of(pools: Iterable[ServingPool | None]) -> TokenRevenue | None:
+    """What these pools say that tokens earn; None where one is gone or silent, or they differ."""
+    said = {None if pool is None else pool.spec.revenue for pool in pools}
+    alike = said.pop() if len(said) == 1 else None
+    return None if alike is None else alike.of_tokens

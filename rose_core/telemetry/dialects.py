@@ -31,6 +31,7 @@ class Figures:
         at_arrival: ``requests`` moves when a request arrives; otherwise when it ends.
         activity: any figure that moves when the engine works; compare for change only.
         level_only: nothing tells a true zero from a gauge that is switched off.
+        input_tokens, output_tokens: of prompts and answers since the engine's start.
     """
 
     running: int | None = None
@@ -40,6 +41,8 @@ class Figures:
     at_arrival: bool = True
     activity: tuple[int, ...] = ()
     level_only: bool = False
+    input_tokens: int | None = None
+    output_tokens: int | None = None
 
 
 Sample = tuple[str, dict[str, str], float]
@@ -155,6 +158,8 @@ def _figures(
         kv_permille=round(share * 1000) if share is not None and 0 <= share <= 1 else None,
         requests=requests,
         activity=activity,
+        input_tokens=whole("prompt_tokens_total"),
+        output_tokens=whole("generation_tokens_total"),
     )
 
 

@@ -159,6 +159,8 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
         weight_bytes: size of the weights that were pulled for it.
         serving_requests: live requests that ended beside it.
         slo_violations: those of them that missed the pool's SLO and had met an open gate.
+        serving_input_tokens, serving_output_tokens: of prompts and answers, by the serving engine's
+            own count while the slot was granted.
         reclaims: number of reclaims by ladder rung name.
         needs_bytes: what must be lent of each GPU for the slot's engine to start; None = unknown.
         adapters: of each run, where the engine holds several; ``version`` is of the first.
@@ -182,6 +184,8 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     needs_bytes: int | None = None
     adapters: tuple[AdapterVersion, ...] = ()
     reserved_milliseconds: int = 0
+    serving_input_tokens: int = 0
+    serving_output_tokens: int = 0
 
 
 class SleepTerms(msgspec.Struct, frozen=True):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from rose_core.accounting.correct import (
     Sampled,
     taken_apart,
-    violation_price,
 )
 from rose_core.accounting.cost import Cost
 from rose_core.accounting.ledger import GpuTier
@@ -92,8 +91,3 @@ def test_the_threshold_is_the_price_at_which_borrowing_makes_no_difference() -> 
     assert free < 0, "half the cost cannot be had even if borrowing is free"
     gift = replace(found, per_million=dict.fromkeys(found.per_million, 0.0))
     assert gift.borrowed_threshold(0.0) == 0, "also where nothing has cost anything"
-
-
-def test_the_price_of_a_late_request_comes_from_the_gpus_that_served() -> None:
-    assert violation_price(2_000_000, 2.0, 1000) == 4000.0
-    assert violation_price(2_000_000, 2.0, 0) is None

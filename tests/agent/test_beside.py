@@ -15,6 +15,16 @@ def test_only_what_ends_beside_the_slot_is_the_slots() -> None:
     assert (totals.requests, totals.violations) == (13, 3)
 
 
+def test_only_the_tokens_that_serving_had_beside_the_slot_are_the_slots() -> None:
+    totals = Totals(last_ns=0)
+    totals.note_served(9_000, 700)  # before there was a slot
+    totals.note_served(9_000, 700)
+    totals.note_served(9_500, 760)
+    assert (totals.input_tokens, totals.output_tokens) == (500, 60)
+    totals.note_served(40, 3)  # the serving engine began anew
+    assert (totals.input_tokens, totals.output_tokens) == (540, 63)
+
+
 def test_weights_add_up_over_engines() -> None:
     totals = Totals(last_ns=0)
     for number, pulled in enumerate((900, 900, 960, 800, 0, 50)):

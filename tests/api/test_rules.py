@@ -42,6 +42,10 @@ CREATION: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"spec.slo": {"tpotMilliseconds": 50}},
         {"spec.slo": {"percentile": 95}},
     ),
+    ("ServingPool", "name at least one of perMillionInputTokensMicros"): (
+        {"spec.revenue": {"perMillionOutputTokensMicros": 1_000_000}},
+        {"spec.revenue": {}},
+    ),
     ("ServingPool", "busyComputePercent needs compute MPS"): (
         {"spec.compute": "MPS", "spec.maxComputePercent": 50, "spec.busyComputePercent": 20},
         {"spec.maxComputePercent": 50, "spec.busyComputePercent": 20},

@@ -129,9 +129,11 @@ def test_nobody_is_held_once_the_cool_down_is_over() -> None:
 
 def test_only_settings_that_were_asked_for_are_played(capsys: pytest.CaptureFixture[str]) -> None:
     assert scaling.figures(60.0, [1], settings=()) == []
-    with pytest.raises(SystemExit):
-        flagged(["--settings", "three places"])
-    assert "'three places' is no trainer and no setting" in capsys.readouterr().err
+    for flag, others in (("--settings", "streams"), ("--trainers", "2 places")):
+        for name in ("three places", others):
+            with pytest.raises(SystemExit):
+                flagged([flag, name])
+            assert f"{flag} knows no {name!r}; it takes " in capsys.readouterr().err
 
 
 def test_the_smallest_pool_keeps_the_wait_and_one_less_does_not() -> None:

@@ -11,6 +11,7 @@ from rose_cli.ops import report
 from rose_cli.ops.errors import NotFound
 from rose_cli.ops.usage import idle_reserves, statements, summed, usage_rows, usages
 from rose_core.accounting.cost import Prices
+from rose_core.accounting.late import LateSource
 from rose_core.accounting.leases import OutsideLeases, ledger_of
 from rose_core.api import RolloutLease, ServingPool
 from rose_simulate.pages.statement_page import html
@@ -282,6 +283,81 @@ def test_tokens_of_gpus_that_nobody_told_of_are_not_free(
     output = _lines(capsys.readouterr().out)
     assert output["requests made late"] == output["price of a late request"] == "0", "as asked"
     assert (output["memory kept back"], output["price of the reserve"]) == ("1", "0.5")
+
+
+class Earning(Counted):
+    """The same beside serving that read and wrote tokens, in pools that say what these earn."""
+
+    def objects(self, kind: type[Any], *, everywhere: bool = False) -> list[Any]:
+        found = super().objects(kind, everywhere=everywhere)
+        if kind is not RolloutLease:
+            return found
+        counted = found[0].model_dump(by_alias=True)
+        counted["status"]["totals"] |= {
+            "servingInputTokens": 1_800_000,
+            "servingOutputTokens": 450_000,
+        }
+        return [RolloutLease.model_validate(counted)]
+
+
+def earning(written: int) -> ServingPool:
+    """A pool that earns 0.5 by a million tokens that it reads, and so much by one it writes."""
+    revenue = {
+        "perMillionInputTokensMicros": 500_000,
+        "perMillionOutputTokensMicros": written,
+    }
+    spec = {"spec.lending": {"pricePerGPUHourMicros": 2_000_000}, "spec.revenue": revenue}
+    return ServingPool.model_validate(changed(POOL, spec))
+
+
+def test_a_late_request_costs_what_its_pool_earns_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        report, "run", lambda _verb, _given, does: does(Earning(earning(4_000_000)))
+    )
+    page = tmp_path / "page.html"
+    assert report.main(["--html", str(page)]) == 0
+    output = capsys.readouterr().out
+    # 1.8 millions at 0.5 and 0.45 at 4 are 2.7, by 900 requests.
+    assert _lines(output)["price of a late request"] == "0.003"
+    assert _lines(output)["requests made late"] == "0.009"
+    assert "what the pool earns by a request" in output
+    assert "<td>0.003</td><td>what the pool earns by a request</td>" in page.read_text()
+    assert report.main(["-o", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["late_request"], row["late_request_is"]) == (
+        0.003,
+        "what the pool earns by a request",
+    )
+    assert report.main(["--violation", "1", "-o", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["late_request"], row["late_request_is"]) == (1.0, "as asked")
+
+
+@pytest.mark.parametrize("pools", [{"default/chat": pool()}, {}], ids=["says nothing", "is gone"])
+def test_where_a_pool_says_no_revenue_its_gpus_price_a_late_request(
+    pools: dict[str, ServingPool],
+) -> None:
+    (counted,) = Earning().objects(RolloutLease)
+    asked = Prices(2_000_000, 0)
+    (found,) = usages([counted], pools, asked, price_violations=True)
+    assert found.late.source is LateSource.BREAK_EVEN
+    assert found.late.micros == pytest.approx(8 * 2_000_000 / 900)
+
+
+def test_pools_that_earn_different_things_say_no_revenue_of_a_lease_over_both() -> None:
+    (counted,) = Earning().objects(RolloutLease)
+    written = counted.model_dump(by_alias=True)
+    written["spec"]["poolRefs"] = [{"namespace": "default", "name": "other"}]
+    wide = RolloutLease.model_validate(written)
+
+    def source(other: int) -> LateSource:
+        pools = {"default/chat": earning(4_000_000), "default/other": earning(other)}
+        (found,) = usages([wide], pools, Prices(2_000_000, 0), price_violations=True)
+        return found.late.source
+
+    assert (source(4_000_000), source(1)) == (LateSource.REVENUE, LateSource.BREAK_EVEN)
 
 
 def test_a_lease_without_counted_tokens_has_no_such_lines(

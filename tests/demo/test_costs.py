@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from rose_core.accounting.breakdown import money
+from rose_core.accounting.late import LateSource
 from rose_core.accounting.ledger import GpuTier
 from rose_demo.costs import costs, late_requests, markdown, section
 from rose_demo.records import Recording
@@ -33,10 +34,10 @@ def test_the_bill_is_of_the_time_that_its_tokens_and_steps_are_of(recording: Rec
         "the trainer too, and the minute before the measurement in which tokens were counted"
     )
     assert set(found.factors.per_million) == {GpuTier.DEDICATED, GpuTier.BORROWED}
-    assert found.violation is not None
-    assert found.violation == pytest.approx(2 * 240 / 3600 * 1e6 / len(recording.requests)), (
-        "of the time in which the requests were served"
-    )
+    assert found.violation.source is LateSource.BREAK_EVEN
+    assert found.violation.micros == pytest.approx(
+        2 * 240 / 3600 * 1e6 / len(recording.requests)
+    ), "of the time in which the requests were served"
 
 
 def test_the_section_says_each_factor_and_what_it_costs_serving(recording: Recording) -> None:

@@ -273,6 +273,14 @@ def price(stage: Stage) -> object:
     return one.prices.lent_hour
 
 
+def late(stage: Stage) -> object:
+    """What a late request costs there, of a lease beside a thousand of them."""
+    met = {"servingRequests": 1000, "servingInputTokens": 2000000, "servingOutputTokens": 500000}
+    found = stage.object(ObjectKind.LEASE, "grpo") | {"status": {"totals": met}}
+    leases, pools = [RolloutLease.model_validate(found)], {"default/chat": _pool(stage)}
+    return usages(leases, pools, price_violations=True)[0].late.micros
+
+
 def _pool(stage: Stage) -> ServingPool:
     return ServingPool.model_validate(stage.object(ObjectKind.POOL, "chat"))
 
@@ -333,6 +341,7 @@ LATE: Spec = {"pool": ONE, "rival": {}, "late": True}
 STRONG = {"slots": {"min": 1, "max": 1}, "priority": 5}
 OTHER = {"namespace": "default", "name": "other"}
 
+READ, WRITTEN = (f"revenue.perMillion{one}TokensMicros" for one in ("Input", "Output"))
 POOLS: list[tuple[str, Row | Refused]] = [
     ("mode", Row({"mode": "Paused"}, lent, "0123", "")),
     (
@@ -472,6 +481,8 @@ POOLS: list[tuple[str, Row | Refused]] = [
         ),
     ),
     ("lending.pricePerGPUHourMicros", Row({"lending.pricePerGPUHourMicros": 7}, price, 0, 7)),
+    (READ, Row({READ: 400}, late, 0.0, 0.8)),
+    (WRITTEN, Row({WRITTEN: 400}, late, 0.0, 0.2)),
     ("compute", Row({"compute": "MPS"}, lent, "0123", "")),  # these nodes cannot
     ("maxComputePercent", Row({"maxComputePercent": 40}, guard("max_compute_percent"), 0, 40)),
     (

@@ -78,11 +78,17 @@ def test_memory_kept_back_is_added_likewise() -> None:
 
 def test_weights_and_what_live_traffic_met_are_added_likewise() -> None:
     lease = RolloutLease.model_validate(objects.LEASE)
-    lease = _after(lease, 1000, 400, 50, weight_bytes=900, serving_requests=10, slo_violations=1)
-    lease = _after(lease, 1000, 400, 50, weight_bytes=1000, serving_requests=30, slo_violations=1)
+    read = {"serving_input_tokens": 800, "serving_output_tokens": 90}
+    lease = _after(
+        lease, 1000, 400, 50, weight_bytes=900, serving_requests=10, slo_violations=1, **read
+    )
+    lease = _after(
+        lease, 1000, 400, 50, weight_bytes=1000, serving_requests=30, slo_violations=1, **read
+    )
     lease = _after(lease, 5, 4, 5, weight_bytes=70, serving_requests=2, slo_violations=1)
     found = lease.status.totals
     assert (found.weight_bytes, found.serving_requests, found.slo_violations) == (1070, 32, 2)
+    assert (found.serving_input_tokens, found.serving_output_tokens) == (800, 90), "and anew: none"
     (entry,) = found.slots
     assert (entry.weight_bytes, entry.serving_requests, entry.slo_violations) == (70, 2, 1)
 

@@ -102,6 +102,62 @@ def test_what_a_lease_did_to_serving_and_moved_is_priced(
     assert " 50.0% " in shown  # 4 of the 8 that an SLO at the 99th percentile allows
 
 
+def test_a_late_request_costs_what_serving_earns_by_one_where_somebody_says_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = {
+        "kind": "ServingPool",
+        "metadata": {"namespace": "serving", "name": "chat"},
+        "spec": {"revenue": {"perMillionOutputTokensMicros": 2_000_000}},
+    }
+    totals = LEASE["status"]["totals"] | {
+        "servingRequests": 800,
+        "sloViolations": 4,
+        "servingInputTokens": 1_600_000,
+        "servingOutputTokens": 400_000,
+    }
+    lease = LEASE | {
+        "spec": {"poolRef": {"namespace": "serving", "name": "chat"}},
+        "status": {"totals": totals},
+    }
+    path, found = tmp_path / "both.json", tmp_path / "found.json"
+    path.write_text(json.dumps({"items": [lease, pool]}))
+
+    def priced(*flags: str) -> tuple[int, str]:
+        assert main([str(path), *flags, "--json", str(found)]) == 0
+        one = next(one for one in json.loads(found.read_bytes()) if one["name"] == "rl/grpo")
+        assert one["late_source"] in capsys.readouterr().out
+        return one["violation"], one["late_source"]
+
+    assert priced() == (1000, "what the pool earns by a request")
+    assert priced("--input-million", "0.5") == (1000, "what the pool earns by a request")
+    assert priced("--output-million", "6") == (3000, "what the pool earns by a request")
+    assert priced("--violation", "0.25") == (250_000, "as asked")
+    path.write_text(json.dumps({"items": [lease]}))
+    assert priced() == (2500, "the pool's GPUs by its requests")
+    broken = pool | {"spec": {"revenue": {"perMillionOutputTokensMicros": "much"}}}
+    path.write_text(json.dumps({"items": [lease, broken]}))
+    assert main([str(path)]) == 1
+    assert "items[1]" in capsys.readouterr().err
+
+
+def test_a_simulations_late_requests_are_priced_by_the_tokens_that_it_served(
+    tmp_path: Path,
+) -> None:
+    setup = scenario(seeds=(1,), regimes=(Regime.OURS,))
+    path = write(study(setup, MATERIAL, [0.5], lambda _one: None), tmp_path)
+    found = tmp_path / "found.json"
+    assert main([str(path), "--input-million", "1", "--json", str(found)]) == 0
+    one = json.loads(found.read_bytes())[-1]
+    outcomes = json.loads(path.read_bytes())["outcomes"]
+    served = [service for one in outcomes if one["regime"] == "ours" for service in one["services"]]
+    read = sum(one["input_tokens"] for one in served)
+    assert read > sum(one["requests"] for one in served) > 0
+    requests = one["ledger"]["serving"]["requests"]
+    assert one["violation"] == pytest.approx(read / requests, abs=1)
+    assert one["late_source"] == "what the pool earns by a request"
+
+
 def test_pools_of_the_file_have_what_no_lease_is_charged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ sglang:num_running_reqs{engine_type="unified",model_name="m",priority="1",tp_ran
 sglang:num_queue_reqs{engine_type="unified",model_name="m",priority=""} 1.0
 sglang:token_usage{engine_type="unified",model_name="m"} 0.25
 sglang:generation_tokens_total{model_name="m"} 1.5e3
+sglang:prompt_tokens_total{model_name="m"} 7.0e3
 sglang:num_requests_total{model_name="m"} 40.0
 """
 VLLM = """\
@@ -56,7 +57,8 @@ def test_sglang_counts_only_what_generates() -> None:
     assert figures.requests == {"/generate": 41, "/v1/chat/completions": 2}
     assert (figures.running, figures.waiting, figures.kv_permille) == (3, 1, 250)
     assert figures.at_arrival
-    assert figures.activity == (1500,)
+    assert figures.activity == (1500, 7000)
+    assert (figures.input_tokens, figures.output_tokens) == (7000, 1500)
 
 
 def test_an_older_sglang_counts_at_the_end() -> None:
@@ -68,6 +70,7 @@ def test_an_older_sglang_counts_at_the_end() -> None:
 def test_vllm_counts_at_the_end() -> None:
     figures = vllm_metrics(VLLM)
     assert (figures.requests, figures.at_arrival) == ({"/v1/completions": 18}, False)
+    assert (figures.input_tokens, figures.output_tokens) == (None, 99), "not said is not none"
     assert (figures.running, figures.waiting, figures.kv_permille) == (2, 4, 500)
 
 

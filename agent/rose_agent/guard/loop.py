@@ -445,6 +445,7 @@ class Guard:
         replica = self.replicas[uid]
         facts, verdict = self._judge(uid, now_ns)
         until_ns, permitted_ns, counters = 0, 0, replica.outcomes.counters
+        served = replica.served_tokens
         leads = self.leading.leads(uid)
         slots = self.slots.values()
         computing = leads and any(s.serves(uid) and s.is_computing(now_ns) for s in slots)
@@ -454,6 +455,8 @@ class Guard:
                 slot.slowdown = replica.outcomes.experience.slowdown
                 slot.step(own, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
                 slot.totals.note_replica(counters.finished, counters.exposed)
+                if served is not None:
+                    slot.totals.note_served(*served)
                 for after_ns, chunk_divisor, had_turns in slot.take_stops():
                     if not self.groups.takes_stop(uid, after_ns):
                         replica.outcomes.note_stop(after_ns, chunk_divisor, had_turns=had_turns)

@@ -34,6 +34,8 @@ class WireFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     at_arrival: bool = True
     activity: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
     level_only: bool = False
+    input_tokens: Count | None = None
+    output_tokens: Count | None = None
 
     @classmethod
     def of(cls, figures: Figures | None) -> WireFigures | None:
@@ -55,6 +57,8 @@ class WireFigures(msgspec.Struct, frozen=True, omit_defaults=True):
             at_arrival=self.at_arrival,
             activity=self.activity,
             level_only=self.level_only,
+            input_tokens=self.input_tokens,
+            output_tokens=self.output_tokens,
         )
 
 

@@ -64,8 +64,8 @@ def main(argv: list[str]) -> int:
         (
             "violation",
             None,
-            "price of a request late beside rollouts; by default what its GPUs cost by the "
-            "requests that they served",
+            "price of a request late beside rollouts; by default what its pool earns by one "
+            "(spec.revenue), or what its GPUs cost by the requests that they served",
         ),
         ("gigabyte", 0.0, "price of a gigabyte of weights"),
         (

@@ -18,12 +18,18 @@ from typing import Final
 
 from rose_cli.ops.tables import Row
 from rose_core.accounting.breakdown import CostBreakdown, breakdown
-from rose_core.accounting.correct import Sampled, violation_price
+from rose_core.accounting.correct import Sampled
 from rose_core.accounting.cost import GIGABYTE, MICRO, Cost, Prices, cost
+from rose_core.accounting.late import (
+    LatePrice,
+    ServedTraffic,
+    late_price,
+)
 from rose_core.accounting.leases import UNLENT, OutsideLeases, ledger_of, unlent_of
 from rose_core.accounting.ledger import GpuTier, Ledger, ServingImpact, allowed_hundredths, total
 from rose_core.accounting.statement import CostStatement, statement
 from rose_core.api import RolloutLease, ServingPool
+from rose_core.api.servingpool import revenue_of
 
 _FREE: Final = Prices(0, 0)
 _NOTHING_OUTSIDE: Final[Mapping[str, OutsideLeases]] = {}
@@ -39,7 +45,7 @@ class Usage:
         ledger: with what the trainer has told of it.
         prices: what it is charged; None where its pool is gone, and with it its price.
         tokens: by kind of engine and use, as its router and its trainer said.
-        late: price of a late request; None: its pool's GPUs have served none that say it.
+        late: price of a late request, and where it comes from.
     """
 
     lease: str
@@ -48,7 +54,7 @@ class Usage:
     ledger: Ledger
     prices: Prices | None
     tokens: Sampled
-    late: float | None
+    late: LatePrice
     beside: OutsideLeases = field(default_factory=OutsideLeases)
 
     @property
@@ -72,8 +78,9 @@ def usages(
         pools: by namespace and name.
         asked: every price but that of a lent hour, which is the pool's.
         beside: by lease, what only the trainer knows.
-        price_violations: a late request costs what its GPUs cost by the requests that they served
-            (``accounting.correct.violation_price``), in place of the price asked.
+        price_violations: a late request costs what its pool earns by one, or what its GPUs cost
+            by the requests that they served
+            (``accounting.late``), in place of the price asked.
     """
     found = [
         _usage(
@@ -141,11 +148,18 @@ def _usage(
         reserved_ms=totals.reserved_milliseconds,
     )
     price = _price(lease, pools)
-    late: float | None = asked.violation
-    if price_violations:
-        hours = used.borrowed.held_hours
-        late = violation_price(asked.dedicated_hour, hours, totals.serving_requests)
-    prices = None if price is None else replace(asked, lent_hour=price, violation=round(late or 0))
+    late = late_price(
+        ServedTraffic(
+            totals.serving_requests,
+            used.borrowed.held_hours,
+            totals.serving_input_tokens,
+            totals.serving_output_tokens,
+        ),
+        asked.dedicated_hour,
+        revenue_of(pools.get(ref.key) for ref in lease.spec.pools),
+        None if price_violations else asked.violation,
+    )
+    prices = None if price is None else replace(asked, lent_hour=price, violation=late.whole)
     return Usage(
         lease.metadata.key,
         ", ".join(ref.key for ref in lease.spec.pools),
@@ -178,7 +192,13 @@ def _allowed(lease: RolloutLease, pools: Mapping[str, ServingPool]) -> int:
 def statements(found: Sequence[Usage]) -> list[CostStatement]:
     """What each lease cost, in the order of their names; one without a price is left out."""
     return [
-        statement(one.lease, one.ledger, one.prices, one.beside.dedicated_only)
+        statement(
+            one.lease,
+            one.ledger,
+            one.prices,
+            one.beside.dedicated_only,
+            late_source=one.late.source,
+        )
         for one in sorted(found, key=lambda one: one.lease)
         if one.prices is not None
     ]
@@ -214,10 +234,15 @@ def usage_rows(
     rows: list[Row] = [
         {"lease": one.lease, "pool": one.pool, "slots": one.slots}
         | _figures([one], None if idle is None else ())
-        | (_made([one]) | _compared(one) if made else {})
+        | (_late(one) | _made([one]) | _compared(one) if made else {})
         for one in found
     ]
-    unknown = {"saved": None, "break_even_lent_hour": None}
+    unknown = {
+        "late_request": None,
+        "late_request_is": None,
+        "saved": None,
+        "break_even_lent_hour": None,
+    }
     for own in idle or ():
         row = {"lease": UNLENT, "pool": own.pool, "slots": 0} | _figures([], [own])
         rows.append(row | (_made([]) | unknown if made else {}))
@@ -295,6 +320,11 @@ def _charge(group: Sequence[Usage]) -> float | None:
     """What the pools' owners get: everything but the borrower's own GPUs."""
     bills = _bills(group)
     return None if bills is None else sum(bill.total - bill.dedicated for bill in bills)
+
+
+def _late(one: Usage) -> dict[str, object]:
+    """What a late request costs, and where that comes from."""
+    return {"late_request": _money(one.late.micros), "late_request_is": one.late.source.value}
 
 
 def _made(group: Sequence[Usage]) -> dict[str, object]:

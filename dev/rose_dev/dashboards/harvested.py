@@ -93,6 +93,14 @@ DASHBOARD = Dashboard(
                     },
                 ),
                 Panel(
+                    "What late requests earn",
+                    "Live requests that were late beside rollouts, at most what lending added, by "
+                    "what a request of their pool earns on average (spec.revenue). Empty where no "
+                    "pool says it; rose report then prices them by what the GPUs cost.",
+                    "short",
+                    {"sum by (lease) (rose_lease_late_revenue{$here})": "{{lease}}"},
+                ),
+                Panel(
                     "Trajectories",
                     "Trained on, and correct answers among them, as the lease's trainer reported.",
                     "short",

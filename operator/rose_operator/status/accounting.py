@@ -31,6 +31,8 @@ _COUNTERS = (
     "weight_bytes",
     "serving_requests",
     "slo_violations",
+    "serving_input_tokens",
+    "serving_output_tokens",
 )
 _OF_ROUTERS = (
     "accepted_trajectories",

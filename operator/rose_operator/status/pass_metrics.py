@@ -8,7 +8,10 @@ from collections.abc import Iterable
 
 from prometheus_client import Gauge
 
+from rose_core.accounting.cost import MICRO
+from rose_core.accounting.late import LateSource, ServedTraffic, TokenRevenue, late_price
 from rose_core.api import LeaseStatus, PoolStatus, RolloutLease, ServingPool
+from rose_core.api.rolloutlease import Totals
 from rose_core.lending import LendingPlan
 from rose_core.wire.sync import ReplicaReport
 from rose_operator import metrics
@@ -56,8 +59,10 @@ class PassMetrics:
         unlent = status.totals.unlent_reserved_milliseconds / 1000
         self._set(metrics.UNLENT_RESERVED_SECONDS, unlent, pool.metadata.key)
 
-    def publish_lease(self, lease: RolloutLease, status: LeaseStatus) -> None:
-        """Publish one lease's figures."""
+    def publish_lease(
+        self, lease: RolloutLease, status: LeaseStatus, revenue: TokenRevenue | None
+    ) -> None:
+        """Publish one lease's figures; ``revenue`` is what its pools say that tokens earn."""
         key = lease.metadata.key
         self._set(metrics.SLOTS, status.slots_wanted, key, "wanted")
         self._set(metrics.SLOTS, status.slots_granted, key, "granted")
@@ -70,6 +75,9 @@ class PassMetrics:
         self._set(metrics.TRAINED_TOKENS, status.totals.trained_tokens, key)
         self._set(metrics.LENT_SECONDS, status.totals.lent_milliseconds / 1000, key)
         self._set(metrics.RESERVED_SECONDS, status.totals.reserved_milliseconds / 1000, key)
+        late = _late_revenue(status.totals, revenue)
+        if late is not None:
+            self._set(metrics.LATE_REVENUE, late / MICRO, key)
 
     def end(self) -> None:
         """Series of what is gone go."""
@@ -98,6 +106,20 @@ class PassMetrics:
         key = gauge, labels
         series = self._now[key] = self._before.get(key) or gauge.labels(*labels)
         series.set(value)
+
+
+def _late_revenue(totals: Totals, revenue: TokenRevenue | None) -> float | None:
+    """Micro-units that late requests earn; None where no pool says it: no price is guessed here."""
+    served = ServedTraffic(
+        totals.serving_requests,
+        0.0,
+        totals.serving_input_tokens,
+        totals.serving_output_tokens,
+    )
+    price = late_price(served, 0, revenue)
+    if price.source is not LateSource.REVENUE or price.micros is None:
+        return None
+    return price.micros * totals.slo_violations
 
 
 def drop_node(node: str) -> None:

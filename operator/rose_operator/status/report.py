@@ -32,6 +32,7 @@ from rose_core.api import (
 )
 from rose_core.api.common import API_VERSION
 from rose_core.api.conditions import Statement, merge, transitions
+from rose_core.api.servingpool import revenue_of
 from rose_core.lending import LeaseDecision, LendingPlan, PlannerPolicy
 from rose_core.lending.routers import RouterDecision
 from rose_core.wire.sync import SlotState
@@ -307,7 +308,8 @@ class Reporter:
             ),
         )
         if publish:
-            self._publisher.publish_lease(lease, status)
+            earned = revenue_of(world.pools.good.get(pool.key) for pool in lease.spec.pools)
+            self._publisher.publish_lease(lease, status, earned)
         yield from self._compare_totals(
             ObjectKind.LEASE, lease, status, world, len(world.leases.good)
         )

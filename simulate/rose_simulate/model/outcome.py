@@ -28,6 +28,7 @@ class ServingOutcome(msgspec.Struct, frozen=True):
         slower_5, slower_25: share of the requests whose TTFT is longer than alone by more than
             5 %, 25 %.
         allowed_hundredths: violations that the SLO allows; see ``accounting.ledger``.
+        input_tokens, output_tokens: of the requests; 0 = an older version did not say.
     """
 
     name: str
@@ -44,6 +45,8 @@ class ServingOutcome(msgspec.Struct, frozen=True):
     ttft_paired: float | None = None
     slower_5: float | None = None
     slower_25: float | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
 
 
 class JobOutcome(msgspec.Struct, frozen=True):

@@ -242,6 +242,8 @@ def _serving(
         ttft_paired=quantile(ratios, 0.5) if ratios else None,
         slower_5=_above(ratios, 1.05),
         slower_25=_above(ratios, 1.25),
+        input_tokens=sum(one.prompt for one in requests),
+        output_tokens=sum(one.output for one in requests),
     )
 
 

@@ -47,7 +47,8 @@ def html(found: Sequence[CostStatement], parts: Mapping[str, CostBreakdown] | No
         f"<td>{money(one.per_correct)}</td><td>{percent(one.saved)}</td>"
         f"<td>{money(one.break_even)}</td>"
         f"<td>{money(one.cost.reserve)}</td><td>{money(one.cost.unlent_reserve)}</td>"
-        f"<td>{money(one.opportunity)}</td></tr>"
+        f"<td>{money(one.opportunity)}</td>"
+        f"<td>{money(one.violation)}</td><td>{escape(one.late_source)}</td></tr>"
         for one in found
     )
     head = (
@@ -55,7 +56,8 @@ def html(found: Sequence[CostStatement], parts: Mapping[str, CostBreakdown] | No
         "<th>weights, GB</th><th>SLO violations</th><th>of the SLO's budget</th>"
         "<th>accepted</th><th>cost per accepted</th><th>per correct answer</th><th>saved</th>"
         "<th>break-even lent hour</th><th>memory kept back</th>"
-        "<th>while nobody borrowed</th><th>opportunity cost</th></tr>"
+        "<th>while nobody borrowed</th><th>opportunity cost</th>"
+        "<th>a late request</th><th>is</th></tr>"
     )
     style = (
         "body{font:14px system-ui;max-width:84rem;margin:2rem auto;padding:0 1rem}"

@@ -10,9 +10,10 @@ nobody borrowed, which is in no lease's. A simulation's has both.
 
 What trainers report of their trajectories stands in a lease's totals. Where none does,
 ``--accepted`` and ``--correct`` give the counts; without any costs per trajectory are *unknown*.
-A late request costs what the GPUs that served cost by the requests that they served, unless
-``--violation`` says otherwise; memory kept back costs its share of the GPU, unless ``--reserve``
-does.
+A late request costs what serving earns by one, where a pool of the file says what tokens earn
+(``spec.revenue``) or ``--input-million`` and ``--output-million`` do; else what serving's GPUs
+cost by the requests that they served. ``--violation`` counts before both. Memory kept back costs
+its share of the GPU, unless ``--reserve`` says otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,13 @@ from typing import Any
 import msgspec
 
 from rose_core.accounting.breakdown import money
-from rose_core.accounting.correct import violation_price
 from rose_core.accounting.cost import GIGABYTE, MICRO, Prices
+from rose_core.accounting.late import LatePrice, ServedTraffic, TokenRevenue, late_price
 from rose_core.accounting.leases import UNLENT, OutsideLeases, ledger_of, unlent_of
 from rose_core.accounting.ledger import ServingImpact, allowed_hundredths, total
 from rose_core.accounting.statement import CostStatement, statement
+from rose_core.api.servingpool import Revenue
+from rose_simulate.model.outcome import RunOutcome
 from rose_simulate.model.run import ledger
 from rose_simulate.model.scenarios.scenario import Regime
 from rose_simulate.pages.statement_page import html, percent
@@ -41,8 +44,10 @@ from rose_wire.flags import VerbParser
 
 _PERCENTILE = "leases: of the pool's SLO, for the share of its error budget"
 _VIOLATION = (
-    "price of an added violation; by default what serving's GPUs cost by the requests they served"
+    "price of an added violation; by default what serving earns by a request, or what its GPUs "
+    "cost by the requests they served"
 )
+_MILLION = "what serving earns by a million tokens of {}; for leases before what their pools say"
 _RESERVE = (
     "price of all of a GPU's memory, kept back from serving for an hour; by default that of a "
     "dedicated GPU-hour, so that memory costs its share of the GPU"
@@ -62,6 +67,8 @@ def parser() -> argparse.ArgumentParser:
     add("--dedicated-hour", type=float, default=1.0, help="price of a dedicated GPU-hour")
     add("--lent-hour", type=float, default=0.0, help="price of a lent GPU-hour")
     add("--violation", type=float, help=_VIOLATION)
+    add("--input-million", type=float, help=_MILLION.format("prompts"))
+    add("--output-million", type=float, help=_MILLION.format("answers"))
     add("--reserve", type=float, help=_RESERVE)
     add("--gigabyte", type=float, default=0.0, help="price of a gigabyte of weights")
     add("--dedicated-gpu-hours", type=float, default=0.0, help="leases: held beside them")
@@ -92,7 +99,6 @@ def read(path: Path, options: argparse.Namespace) -> list[CostStatement]:
             )
         )
     )
-    derived = options.violation is None
     try:
         content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -101,13 +107,11 @@ def read(path: Path, options: argparse.Namespace) -> list[CostStatement]:
         message = f"{path}:{error.lineno}: no JSON, or cut off: {error.msg}"
         raise CostError(message) from error
     if isinstance(content, dict) and "outcomes" in content:
-        return _of_result(path, content, prices, derived=derived)
+        return _of_result(path, content, prices, options)
     if isinstance(content, list):
         parts = [one for one in content if isinstance(one, dict) and "rows" in one]
         if parts:
-            return [
-                found for one in parts for found in _of_result(path, one, prices, derived=derived)
-            ]
+            return [found for one in parts for found in _of_result(path, one, prices, options)]
     if isinstance(content, dict) and ("items" in content or content.get("kind") == "RolloutLease"):
         return _of_leases(path, content, prices, options)
     message = f"{path}: is neither a result of rose simulate nor RolloutLeases as JSON"
@@ -115,9 +119,8 @@ def read(path: Path, options: argparse.Namespace) -> list[CostStatement]:
 
 
 def _of_result(
-    path: Path, content: dict[str, Any], prices: Prices, *, derived: bool
+    path: Path, content: dict[str, Any], prices: Prices, options: argparse.Namespace
 ) -> list[CostStatement]:
-    """``derived``: a late request costs what serving's GPUs cost by the requests they served."""
     try:
         result = msgspec.convert(content, Result)
     except msgspec.ValidationError as error:
@@ -147,27 +150,49 @@ def _of_result(
             name = f"{result.scenario}, {regime}, derate {derate:g}, x{slowdown:g}"
             alone = None if regime == Regime.FIXED.value else base
             hours = sum(one.serving_gpu_ms for one in runs[regime]) / _HOUR_MS
-            if derived and not hours and used.serving.added_violations:
+            served = _served(runs[regime], hours)
+            late = _late(prices, served, options, None)
+            if late.micros is None and used.serving.added_violations:
                 message = (
                     f"{path}: {name}: says nothing of serving's GPUs, by which a late request is "
                     "priced; run it anew, or say --violation"
                 )
                 raise CostError(message)
-            asked = _late_by(prices, hours, used.serving.requests) if derived else prices
-            found.append(statement(name, used, asked, alone))
+            asked = replace(prices, violation=late.whole)
+            found.append(statement(name, used, asked, alone, late_source=late.source))
     return found
 
 
-def _late_by(prices: Prices, gpu_hours: float, requests: int) -> Prices:
-    """With the price of a late request that follows from the GPUs that served."""
-    late = violation_price(prices.dedicated_hour, gpu_hours, requests)
-    return replace(prices, violation=round(late or 0))
+def _served(runs: Sequence[RunOutcome], gpu_hours: float) -> ServedTraffic:
+    """What serving had in these runs."""
+    services = [service for one in runs for service in one.services]
+    return ServedTraffic(
+        sum(one.requests for one in services),
+        gpu_hours,
+        sum(one.input_tokens for one in services),
+        sum(one.output_tokens for one in services),
+    )
+
+
+def _late(
+    prices: Prices,
+    served: ServedTraffic,
+    options: argparse.Namespace,
+    revenue: TokenRevenue | None,
+) -> LatePrice:
+    """The price of a late request; ``revenue`` is what its pool says."""
+    read, written = options.input_million, options.output_million
+    if read is not None or written is not None:
+        revenue = TokenRevenue(round((read or 0.0) * MICRO), round((written or 0.0) * MICRO))
+    asked = None if options.violation is None else prices.violation
+    return late_price(served, prices.dedicated_hour, revenue, asked)
 
 
 def _of_leases(
     path: Path, content: dict[str, Any], prices: Prices, options: argparse.Namespace
 ) -> list[CostStatement]:
     items = content.get("items", [content])
+    revenues = _revenues(path, items)
     found = []
     for index, item in enumerate(items):
         try:
@@ -181,7 +206,15 @@ def _of_leases(
             tokens = int(totals.get("harvestedTokens", 0))
             moved = int(totals.get("weightBytes", 0))
             kept_back = int(totals.get("reservedMilliseconds", 0))
-            served, late = (int(totals.get(k, 0)) for k in ("servingRequests", "sloViolations"))
+            served, slow, read, written = (
+                int(totals.get(name, 0))
+                for name in (
+                    "servingRequests",
+                    "sloViolations",
+                    "servingInputTokens",
+                    "servingOutputTokens",
+                )
+            )
             kept, right = (
                 int(totals.get(k, 0)) for k in ("acceptedTrajectories", "correctAnswers")
             )
@@ -195,7 +228,7 @@ def _of_leases(
         )
         slo = options.percentile
         allowed = 0 if slo is None else allowed_hundredths(served, slo)
-        serving = ServingImpact(served, late, allowed)
+        serving = ServingImpact(served, slow, allowed)
         used = ledger_of(
             lent,
             opened,
@@ -205,10 +238,38 @@ def _of_leases(
             weight_bytes=moved,
             reserved_ms=kept_back,
         )
-        derived = options.violation is None
-        asked = _late_by(prices, used.borrowed.held_hours, served) if derived else prices
-        found.append(statement(name, used, asked))
+        late = _late(
+            prices,
+            ServedTraffic(served, used.borrowed.held_hours, read, written),
+            options,
+            _revenue(item, revenues),
+        )
+        asked = replace(prices, violation=late.whole)
+        found.append(statement(name, used, asked, late_source=late.source))
     return found
+
+
+def _revenues(path: Path, items: Sequence[Any]) -> dict[str, TokenRevenue]:
+    """What the pools among these say that tokens earn, by namespace and name."""
+    found = {}
+    for index, item in enumerate(items):
+        try:
+            if item.get("kind") != "ServingPool" or not item.get("spec", {}).get("revenue"):
+                continue
+            said = Revenue.model_validate(item["spec"]["revenue"])
+            found[f"{item['metadata']['namespace']}/{item['metadata']['name']}"] = said.of_tokens
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            message = f"{path}: items[{index}]: no ServingPool whose revenue can be read ({error})"
+            raise CostError(message) from error
+    return found
+
+
+def _revenue(lease: dict[str, Any], revenues: Mapping[str, TokenRevenue]) -> TokenRevenue | None:
+    """What the lease's pools say alike; None where one says nothing, or they differ."""
+    spec = lease.get("spec", {})
+    pools = [spec.get("poolRef", {}), *spec.get("poolRefs", [])]
+    said = {revenues.get(f"{one.get('namespace')}/{one.get('name')}") for one in pools}
+    return said.pop() if len(said) == 1 else None
 
 
 def _of_pool(name: str, item: dict[str, Any], prices: Prices) -> CostStatement:
@@ -224,7 +285,7 @@ def show(found: Sequence[CostStatement]) -> str:
     head = (
         f"{'':<{width}}  dedicated h  borrowed h  duty     tokens       weights GB  violations  "
         "SLO budget  accepted  cost/accepted  cost/correct  saved    break-even  a late one  "
-        "memory      not lent    opportunity"
+        "memory      not lent    opportunity  a late one is priced by"
     )
     return "\n".join([head, *(_line(one, width) for one in found)]) + "\n"
 
@@ -239,7 +300,7 @@ def _line(one: CostStatement, width: int) -> str:
         f"{money(one.per_accepted):<13}  {money(one.per_correct):<12}  {percent(one.saved):<7}  "
         f"{money(one.break_even):<10}  {money(one.violation):<10}  "
         f"{money(one.cost.reserve):<10}  {money(one.cost.unlent_reserve):<10}  "
-        f"{money(one.opportunity)}"
+        f"{money(one.opportunity):<11}  {one.late_source}"
     )
 
 

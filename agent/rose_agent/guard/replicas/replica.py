@@ -259,6 +259,14 @@ class GuardedReplica:
         """Add one answer of a polled source, which came at ``now_ns`` of CLOCK_MONOTONIC."""
         self.readings[source] = signals.advance(self.readings.get(source), source, figures, now_ns)
 
+    @property
+    def served_tokens(self) -> tuple[int, int] | None:
+        """Tokens of prompts and of answers by the engine's last page; None = it does not say."""
+        page = self.readings.get(SignalSource.METRICS)
+        if page is None or page.figures.input_tokens is None or page.figures.output_tokens is None:
+            return None
+        return page.figures.input_tokens, page.figures.output_tokens
+
     async def poll(self) -> None:
         """Read ``/v1/loads`` and compare counters until cancelled."""
         compared = 0.0

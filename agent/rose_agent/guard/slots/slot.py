@@ -215,6 +215,7 @@ class Totals:
         weight_bytes: size of the weights that were pulled for its engines.
         requests: live requests that ended beside it; ``violations`` are those that missed the SLO
             and had met an open gate.
+        input_tokens, output_tokens: of live requests, by their engine's own count.
     """
 
     last_ns: int
@@ -229,6 +230,9 @@ class Totals:
     requests: int = 0
     violations: int = 0
     beside_seen: tuple[int, int] | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    served_seen: tuple[int, int] | None = None
 
     def account(
         self,
@@ -272,6 +276,13 @@ class Totals:
         self.requests += _gain(seen[0], finished)
         self.violations += _gain(seen[1], violations)
         self.beside_seen = finished, violations
+
+    def note_served(self, input_tokens: int, output_tokens: int) -> None:
+        """Note the serving engine's counts of tokens; those from before the slot do not count."""
+        seen = self.served_seen or (input_tokens, output_tokens)
+        self.input_tokens += _gain(seen[0], input_tokens)
+        self.output_tokens += _gain(seen[1], output_tokens)
+        self.served_seen = input_tokens, output_tokens
 
     def count_reclaim(self, rung: Rung) -> None:
         """Count a rung."""

@@ -246,6 +246,8 @@ def slot_report(slot: GuardedSlot) -> SlotReport | None:
         weight_bytes=totals.weight_bytes,
         serving_requests=totals.requests,
         slo_violations=totals.violations,
+        serving_input_tokens=totals.input_tokens,
+        serving_output_tokens=totals.output_tokens,
         reclaims=dict(totals.reclaims),
         needs_bytes=status.needs_bytes if status else None,
     )
