@@ -342,16 +342,17 @@ async def test_as_few_groups_are_late_as_hide_the_rewards_and_none_unless_the_tr
         rollout = _rollout(lambda n: 100.0 if n % 4 == 3 else 20.0, [])
         loop = asyncio.get_running_loop()
         began, late = loop.time(), []
-        async for batch in Batches(range(49), rollout, shape, reward=_rewarded(lambda _: takes)):
+        async for batch in Batches(range(99), rollout, shape, reward=_rewarded(lambda _: takes)):
             late.append(batch.late)
-            if len(late) == 12:
-                return (loop.time() - began) / 12, late
+            if len(late) == 24:
+                return (loop.time() - began) / 24, late
         raise AssertionError
 
     learns = RoundShape(4, 2, surplus=0.0, late="learned")
     learned_s, late = await played(10.0, learns)
     assert late[:2] == [0, 0], "one round is seen first"
-    assert set(late[3:]) == {1}
+    assert set(late[3:10]) == {2}, "ten rounds are seen before one group is enough"
+    assert set(late[14:]) == {1}
     waits_s, on_policy = await played(10.0, RoundShape(4, 2, surplus=0.0))
     assert set(on_policy) == {0}
     assert waits_s == pytest.approx(110.0, abs=1.0)
@@ -367,5 +368,5 @@ async def test_groups_are_late_no_more_when_rewards_get_quick_however_long_a_ste
     async for batch in Batches(range(120), rollout, shape, reward=score):
         late.append(batch.late)
         await asyncio.sleep(60.0)  # what is late has its reward long before the trainer looks
-    assert 1 in late[2:6]
+    assert 2 in late[2:6]
     assert set(late[-5:]) == {0}

@@ -12,6 +12,10 @@ fewest late groups are chosen that keep both aims:
 Nobody is late while the first holds without: there is nothing to win by older groups. None is late
 before one round was seen whole, and where no number up to the bound does, as many as that.
 
+A number is judged as if one round more had waited with it in full (the rule of succession). The
+fewest that were enough in a few rounds are too few: rare rounds, in which several groups end at
+once, make most of the wait, and the number is chosen because it was lucky so far.
+
 What a round would have waited with so many late is known once all its groups have their rewards:
 the next later one, counted from the last. That the number changes which groups a round samples is
 left out, and what the last ``_ROUNDS`` say together is used for the next. Next step: ``rounds``
@@ -47,7 +51,12 @@ def fewest_late(waits: Sequence[Sequence[float]], step_s: float, most: int) -> i
     if whole_s <= ADDED * step_s:
         return 0
     allowed_s = min(ADDED * step_s, (1 - HIDDEN) * whole_s)
-    enough = (late for late in range(most) if _waited(waits, late) <= allowed_s)
+    seen = len(waits)
+    enough = (
+        late
+        for late in range(most)
+        if (seen * _waited(waits, late) + whole_s) / (seen + 1) <= allowed_s
+    )
     return next(enough, most)
 
 
