@@ -11,6 +11,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
+from rose_operator.kube import watches
+
 # Watches until its standard input ends, as a user whom the system does not know.
 WATCHER = """
 import getpass, sys, threading
@@ -131,6 +133,7 @@ class Listing(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _ListingHandler)
         self.watched: dict[str, str] = {}
+        self.seconds: set[int] = set()
         self.news = threading.Condition()
 
     def wait_for(self, paths: set[str], seconds: float) -> bool:
@@ -147,6 +150,7 @@ class _ListingHandler(BaseHTTPRequestHandler):
         if query.get("watch") == "true":
             with self.server.news:
                 self.server.watched[asked.path] = query.get("labelSelector", "")
+                self.server.seconds.add(int(query["timeoutSeconds"]))
                 self.server.news.notify_all()
             self._answer(b"")
             return
@@ -213,6 +217,7 @@ def test_kopf_watches_every_kind_where_the_operator_may_read_it() -> None:
             try:
                 assert server.wait_for(set(expected), 60), f"watched: {server.watched}"
                 assert server.watched == expected, "nothing but these, by these labels"
+                assert max(server.seconds) < watches.settings().watching.client_timeout <= 60
                 assert child.stdin is not None
                 child.stdin.close()
                 assert child.wait(60) == 0

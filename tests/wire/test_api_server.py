@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rose_dev.pki import Authority
-from rose_wire.api_server import ApiServer, Resource, access_to, find_access
+from rose_dev.waiting import until
+from rose_wire.api_server import ANSWER_SECONDS, ApiServer, Resource, access_to, find_access
 from rose_wire.errors import NotConfigured, StatusError, Unavailable
 from rose_wire.ports import free_port
 
@@ -244,6 +246,75 @@ async def test_a_plugin_of_a_kubeconfig_says_who_asks_and_is_asked_anew(
     await api.close()
 
 
+async def test_a_certificate_of_a_plugin_that_has_ended_is_replaced(tmp_path: Path) -> None:
+    """A connection shows one certificate for good, so it takes new connections."""
+    pki, answered = tmp_path / "pki", tmp_path / "answered"
+    authority = Authority(pki)
+    authority.issue("server", "server", hosts=("127.0.0.1",))
+    version = "client.authentication.k8s.io/v1"
+
+    def say(name: str) -> None:
+        authority.issue(name, name)
+        status = {
+            "clientCertificateData": (pki / f"{name}.crt").read_text(),
+            "clientKeyData": (pki / f"{name}.key").read_text(),
+        }
+        answered.write_text(
+            json.dumps({"apiVersion": version, "kind": "ExecCredential", "status": status})
+        )
+
+    shown: list[str] = []
+    running = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        subject = dict(part[0] for part in request.transport.get_extra_info("peercert")["subject"])
+        shown.append(subject["commonName"])
+        if request.path.endswith("/slow"):
+            await running.wait()
+            return web.json_response(item("slow"))
+        return web.json_response(item("a"), status=200 if shown[-1] == good else 401)
+
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(authority.certificate))
+    tls.verify_mode = ssl.CERT_OPTIONAL
+    tls.load_cert_chain(pki / "server.crt", pki / "server.key")
+    served = Served()
+    served.handle = answer
+    await served.server.start_server(ssl=tls)
+    asked = tmp_path / "asked"
+    plugin = tmp_path / "plugin"
+    plugin.write_text(f"#!/bin/sh\necho once >> {asked}\ncat {answered}\n")
+    plugin.chmod(0o755)
+    cluster = {"server": served.url, "certificate-authority": str(authority.certificate)}
+    config = {
+        "clusters": [{"name": "c", "cluster": cluster}],
+        "users": [{"name": "u", "user": {"exec": {"apiVersion": version, "command": str(plugin)}}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    (tmp_path / "config").write_text(json.dumps(config))
+    good = "one"
+    say("one")
+    api = ApiServer(await find_access(tmp_path / "config"), trust_env=False)
+    await api.get(SLOTS, "a")
+    slow = asyncio.create_task(api.get(SLOTS, "slow"))
+    await until(lambda: len(shown) == 2)
+    good = "two"
+    say("two")
+    await asyncio.gather(*(api.get(SLOTS, "a") for _ in range(3)))
+    assert shown[:2] == ["one", "one"]
+    assert shown[-1] == "two"
+    assert len(asked.read_text().split()) == 2, "one of three that were refused renews for all"
+    running.set()
+    assert (await slow)["metadata"]["name"] == "slow", "what was under way is not cut off"
+    good = "three"
+    say("three")
+    await api.get(SLOTS, "a")
+    assert shown[-1] == "three"
+    await api.close()
+    await served.server.close()
+
+
 async def test_a_listing_is_of_all_its_pages_and_its_items_say_their_kind(
     served: Served, api: ApiServer
 ) -> None:
@@ -338,8 +409,13 @@ async def test_a_server_that_is_silent_has_not_answered(served: Served) -> None:
     await api.close()
 
 
-def lines(*changes: object, cut: bytes = b"") -> Handle:
-    """A watch that brings these and ends."""
+def lines(
+    *changes: object,
+    cut: bytes = b"",
+    seconds: float = 0.0,
+    closing: asyncio.Event | None = None,
+) -> Handle:
+    """A watch that brings these and ends, after seconds or an event."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -347,9 +423,28 @@ def lines(*changes: object, cut: bytes = b"") -> Handle:
         for one in changes:
             await response.write(json.dumps(one).encode() + b"\n")
         await response.write(cut)
+        await asyncio.sleep(seconds)
+        if closing is not None:
+            await closing.wait()
         return response
 
     return answer
+
+
+def in_turn(*handles: Handle) -> Handle:
+    """One request after the other."""
+    left = list(handles)
+
+    def handle(request: web.Request) -> Any:  # noqa: ANN401  # as a Handle
+        return left.pop(0)(request)
+
+    return handle
+
+
+async def names(api: ApiServer, version: int, count: int) -> list[str]:
+    """Of the first changes; the watch goes on after them."""
+    async with contextlib.aclosing(api.watch(NODES, version)) as changes:
+        return [(await anext(changes))[1]["metadata"]["name"] for _ in range(count)]
 
 
 async def watched(api: ApiServer, version: int) -> list[tuple[str, str]]:
@@ -367,7 +462,8 @@ async def test_a_watch_begins_after_a_version_and_ends_when_the_server_closes_it
     assert asked.query["resourceVersion"] == "7"
     assert asked.query["watch"] == "true"
     assert asked.query["fieldSelector"] == "spec.unschedulable=true"
-    assert 0 < int(asked.query["timeoutSeconds"]) <= 600
+    assert asked.query["allowWatchBookmarks"] == "true"
+    assert int(asked.query["timeoutSeconds"]) + ANSWER_SECONDS == 60
 
 
 async def test_a_version_that_is_too_old_is_told_and_not_tried_again(
@@ -410,3 +506,44 @@ async def test_a_line_that_is_no_event_ends_a_watch_as_a_broken_connection_does(
     served.handle = lines({"type": "ADDED", "object": item("a")}, line)
     with pytest.raises(Unavailable):
         await watched(api, 7)
+
+
+async def test_a_watch_that_the_server_ends_in_time_goes_on_from_its_bookmark(
+    served: Served,
+) -> None:
+    """Nothing is listed for it."""
+    bookmark = {"type": "BOOKMARK", "object": item("", 70)}
+    lives = [
+        lines({"type": "ADDED", "object": item("a", 8)}, bookmark, seconds=1.05),
+        lines({"type": "ADDED", "object": item("b", 71)}, seconds=1.05),
+        lines({"type": "ADDED", "object": item("c", 72)}),
+    ]
+    served.handle = in_turn(*lives)
+    api = ApiServer(access_to(served.url), watch_seconds=1, trust_env=False)
+    assert await names(api, 7, 3) == ["a", "b", "c"]
+    assert [one.query["resourceVersion"] for one in served.asked] == ["7", "70", "71"]
+    assert {one.query["watch"] for one in served.asked} == {"true"}
+    await api.close()
+
+
+async def test_a_watch_whose_connection_died_unseen_is_asked_for_anew_in_time(
+    served: Served,
+) -> None:
+    given_up = asyncio.Event()
+    lives = [
+        lines({"type": "ADDED", "object": item("a", 8)}, closing=given_up),
+        lines({"type": "ADDED", "object": item("b", 9)}),
+    ]
+    served.handle = in_turn(*lives)
+    api = ApiServer(access_to(served.url), seconds=1.0, watch_seconds=1, trust_env=False)
+    assert await names(api, 7, 2) == ["a", "b"]
+    assert [one.query["resourceVersion"] for one in served.asked] == ["7", "8"]
+    given_up.set()
+    await api.close()
+
+
+async def test_a_watch_that_cannot_begin_is_not_tried_for_ever() -> None:
+    nobody = ApiServer(access_to(f"http://127.0.0.1:{free_port()}"), trust_env=False)
+    with pytest.raises(Unavailable):
+        await watched(nobody, 7)
+    await nobody.close()

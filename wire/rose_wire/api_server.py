@@ -10,6 +10,7 @@ Next step: ``rose_operator.kube.api``, ``rose_cli.ops.cluster`` and
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -21,6 +22,7 @@ from urllib.parse import quote
 import aiohttp
 import yaml
 from kubernetes.aio import client, dynamic, watch
+from kubernetes.aio.client import rest
 from kubernetes.aio.config import ConfigException
 from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 from kubernetes.aio.config.kube_config import KubeConfigLoader, KubeConfigMerger
@@ -32,9 +34,9 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _KUBECONFIG = "~/.kube/config"
 ANSWER_SECONDS = 10.0
 _PAGE = 250
-# A watch ends on its own after this; a connection that is silent for much longer leads nowhere.
-_WATCH_SECONDS = 300
-_SILENT_SECONDS = 330.0
+# The server ends a watch after this, and a bookmark says from where the next one goes on. With the
+# wait for an answer it is a minute: what hangs on a connection that leads nowhere is no older.
+WATCH_SECONDS = 50
 _UNAUTHORIZED = 401
 
 
@@ -203,6 +205,7 @@ class ApiServer:
     Args:
         access: to it.
         seconds: it may be silent for, before a request has failed.
+        watch_seconds: whole ones, after which a watch is asked for anew.
         trust_env: whether the environment may name a proxy.
         field_manager: in whose name it is written.
 
@@ -215,6 +218,7 @@ class ApiServer:
         access: ClusterAccess,
         *,
         seconds: float = ANSWER_SECONDS,
+        watch_seconds: int = WATCH_SECONDS,
         trust_env: bool = True,
         field_manager: str = "rose",
     ) -> None:
@@ -228,10 +232,20 @@ class ApiServer:
         self._client.user_agent = "rose"
         self._requests = dynamic.DynamicClient(self._client)
         self._patience = aiohttp.ClientTimeout(connect=seconds, sock_read=seconds)
+        # A watch without changes is silent until the server ends it.
+        self._watch_patience = aiohttp.ClientTimeout(
+            connect=seconds, sock_read=watch_seconds + seconds
+        )
+        self._watch_seconds = watch_seconds
+        self._renewing = asyncio.Lock()
+        self._renewals = 0
+        self._retired: rest.RESTClientObject | None = None
 
     async def close(self) -> None:
         """End its connections, on the loop that they are of."""
         await self._client.close()
+        if self._retired is not None:
+            await self._retired.close()
 
     async def list(
         self,
@@ -273,36 +287,52 @@ class ApiServer:
         labels: str | None = None,
         fields: str | None = None,
     ) -> AsyncIterator[tuple[str, Raw]]:
-        """Changes after a version: what happened, and the object; ends when the server closes.
+        """Changes after a version: what happened, and the object.
+
+        It goes on from the last change or bookmark when the server ends it in time, and when the
+        connection has been silent for longer than that: nothing is listed for it, and what it
+        brings is at most ``watch_seconds`` and ``seconds`` behind a connection that died unseen.
+        It ends when the server closes it before its time.
 
         Raises:
             StatusError: the version is too old (410), or what it says.
             Unavailable: the connection broke.
         """
+        loop = asyncio.get_running_loop()
+        while True:
+            over = loop.time() + self._watch_seconds
+            try:
+                async with watch.Watch() as changes:
+                    async for change in changes.stream(
+                        self._begin_watch,
+                        path=resource.path(namespace),
+                        label_selector=labels,
+                        field_selector=fields,
+                        resource_version=version,
+                        timeout_seconds=self._watch_seconds,
+                    ):
+                        version = int(change["raw_object"]["metadata"]["resourceVersion"])
+                        if change["type"] != "BOOKMARK":
+                            yield change["type"], change["raw_object"]
+            except client.ApiException as error:
+                raise _status_of(error) from error
+            except Exception as error:  # what the client stumbles over in a line that is no event
+                if not isinstance(error, TimeoutError) or loop.time() < over:
+                    raise Unavailable(f"{type(error).__name__}: {error}") from error
+            if loop.time() < over:
+                return
 
-        async def begin(**given: object) -> object:
-            return await self._requests.request(
+    async def _begin_watch(self, *, path: str, **given: object) -> object:
+        return await self._authorized(
+            lambda: self._requests.request(
                 "get",
-                resource.path(namespace),
+                path,
                 serialize=False,
-                label_selector=labels,
-                field_selector=fields,
-                _request_timeout=aiohttp.ClientTimeout(
-                    connect=self._patience.connect, sock_read=_SILENT_SECONDS
-                ),
+                query_params=[("allowWatchBookmarks", "true")],
+                _request_timeout=self._watch_patience,
                 **given,
             )
-
-        try:
-            async with watch.Watch() as changes:
-                async for change in changes.stream(
-                    begin, resource_version=version, timeout_seconds=_WATCH_SECONDS
-                ):
-                    yield change["type"], change["raw_object"]
-        except client.ApiException as error:
-            raise _status_of(error) from error
-        except Exception as error:  # what the client stumbles over in a line that is no event
-            raise Unavailable(f"{type(error).__name__}: {error}") from error
+        )
 
     async def get(
         self, resource: Resource, name: str, namespace: str | None = None, subresource: str = ""
@@ -370,12 +400,7 @@ class ApiServer:
             )
 
         try:
-            try:
-                found: Raw = await ask()
-            except client.ApiException as error:
-                if error.status != _UNAUTHORIZED or not await self._renew():
-                    raise
-                found = await ask()
+            found: Raw = await self._authorized(ask)
         except client.ApiException as error:
             raise _status_of(error) from error
         # A token's file is read by a request too.
@@ -383,21 +408,53 @@ class ApiServer:
             raise Unavailable(f"{type(error).__name__}: {error}") from error
         return found
 
-    async def _renew(self) -> bool:
+    async def _authorized(self, ask: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401  # JSON
+        """Ask, and once more if the server knows us again by what the credentials are now."""
+        known_by = self._renewals
+        try:
+            return await ask()
+        except client.ApiException as error:
+            if error.status != _UNAUTHORIZED or not await self._renew(known_by):
+                raise
+        return await ask()
+
+    async def _renew(self, known_by: int) -> bool:
         """Read the credentials anew: a token is replaced before it ends, a plugin's has ended.
+
+        Args:
+            known_by: renewals before the request that was refused; its neighbours are refused with
+                it, and one of them renews for all.
 
         Returns:
             Whether there are any.
         """
         if self._access.renew is None:
             return False
-        try:
-            new = (await self._access.renew()).configuration
-        except NotConfigured:
-            return False
-        mine = self._client.configuration
-        mine.api_key, mine.refresh_api_key_hook = new.api_key, new.refresh_api_key_hook
+        async with self._renewing:
+            if self._renewals != known_by:
+                return True
+            try:
+                new = (await self._access.renew()).configuration
+                mine = self._client.configuration
+                mine.api_key, mine.refresh_api_key_hook = new.api_key, new.refresh_api_key_hook
+                if new.cert_file:
+                    mine.cert_file, mine.key_file = new.cert_file, new.key_file
+                    await self._reconnect()
+            except (NotConfigured, OSError):
+                return False
+            self._renewals += 1
         return True
+
+    async def _reconnect(self) -> None:
+        """Show the certificate that the configuration names now: a connection shows one for good.
+
+        Requests under way keep the connections before, which end at the next time.
+        """
+        connections = rest.RESTClientObject(self._client.configuration)
+        retired, self._retired = self._retired, self._client.rest_client
+        self._client.rest_client = connections
+        if retired is not None:
+            await retired.close()
 
     async def _write(
         self,

@@ -29,6 +29,7 @@ from rose_operator.kube.api import (
     ObjectKind,
 )
 from rose_operator.kube.object_cache import ObjectCache, Raw
+from rose_wire.api_server import ANSWER_SECONDS, WATCH_SECONDS
 
 _log = logging.getLogger(__name__)
 # Of cluster scope or in all namespaces, in ROSE's own, in the routers'. Other people's objects of
@@ -110,8 +111,10 @@ def settings() -> kopf.OperatorSettings:
     chosen.peering.standalone = True
     chosen.networking.error_backoffs = _EndlessBackoff()
     chosen.networking.connect_timeout = 5
-    chosen.watching.server_timeout = 300
-    chosen.watching.client_timeout = 330
+    # A connection that died unseen is given up after a minute, and the watch goes on from what it
+    # brought last: nothing is listed for that.
+    chosen.watching.server_timeout = WATCH_SECONDS
+    chosen.watching.client_timeout = WATCH_SECONDS + ANSWER_SECONDS
     chosen.watching.reconnect_backoff = 0.5
     for kind in KINDS_OF_ROUTERS:
         chosen.watching.label_selectors[_selector(kind)] = MANAGED_SELECTOR
