@@ -102,7 +102,6 @@ class Book:
         self.mismatched_since_ns = 0
         self.blind_ns = now_ns
         self.requests_total = 0
-        self.tokens_total = 0
         self._changed_ns = now_ns
         self._empty_since_ns = now_ns
         self._idle_share = 1.0
@@ -143,7 +142,6 @@ class Book:
             self.requests_total -= 1
         elif isinstance(event, Ended):
             self._remove(event.request, now_ns)
-            self.tokens_total += event.tokens
             return FinishedRequest(
                 request.number,
                 request.arrived_ns,

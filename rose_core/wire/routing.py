@@ -152,9 +152,7 @@ class DemandNote(msgspec.Struct, frozen=True, omit_defaults=True):
     Ages are seconds at the moment of sending.
 
     Attributes:
-        live_turns: in flight on engines.
-        queued_turns: waiting for an engine.
-        waiting_tokens: prompt and output tokens of those that wait.
+        waiting_tokens: prompt and output tokens of turns that wait for an engine.
         peak_turns: most live and waiting at once in the last minute.
         usual_turns: the same, in a usual step.
         dedicated_turns: turns that its open dedicated engines carry half full.
@@ -169,8 +167,6 @@ class DemandNote(msgspec.Struct, frozen=True, omit_defaults=True):
         these, before the answers, as the trainer said.
     """
 
-    live_turns: int = 0
-    queued_turns: int = 0
     waiting_tokens: int = 0
     peak_turns: int = 0
     usual_turns: int = 0

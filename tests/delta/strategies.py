@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rose_core.delta import FORMATS, NumberFormat
 from rose_core.delta.bits import Bits
 from rose_core.delta.kernels import Backend, kernels
-from rose_engines.ondevice.device_loops import kernels_on
+from tests.delta.device_kernels import kernels_on
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -20,7 +20,6 @@ def test_new_permit_is_closed(path: Path) -> None:
     permit = Permit.create(path)
     assert not permit.is_open(0)
     assert not permit.is_open(NOW)
-    assert permit.guard_age_ns(NOW) is None
     assert permit.host_age_ns(NOW) is None
     assert path.stat().st_size == SIZE
 
@@ -56,15 +55,14 @@ def test_deadline_of_another_boot_is_closed(path: Path) -> None:
     assert permit.is_open(NOW + 1)
 
 
-def test_heartbeats_are_separate_and_never_negative(path: Path) -> None:
+def test_the_hosts_heartbeat_opens_nothing_and_is_never_of_a_negative_age(path: Path) -> None:
     permit = Permit.create(path)
-    permit.beat_guard(NOW)
-    assert permit.guard_age_ns(NOW + 5) == 5
-    assert permit.guard_age_ns(NOW - 5) == 0
+    permit.extend(NOW)
     assert permit.host_age_ns(NOW) is None
     permit.beat_host(NOW + 1)
     assert permit.host_age_ns(NOW + 3) == 2
-    assert permit.guard_age_ns(NOW + 3) == 3
+    assert permit.host_age_ns(NOW) == 0
+    assert permit.until_ns == NOW
 
 
 def test_readers_see_the_writer_and_cannot_write(path: Path) -> None:

@@ -46,12 +46,14 @@ async def streams_across_a_commit(
     begun = asyncio.Semaphore(0)
 
     async def stream(number: int) -> Generation:
-        last = Generation("", ())
-        async for last in client.stream(
+        last = None
+        async for event in client.stream(
             [104, *range(number + 1)], {**GREEDY, "max_new_tokens": tokens}
         ):
-            if len(last.new_ids) == len(last.output_ids):
+            if last is None:
                 begun.release()
+            last = event
+        assert last is not None
         return last
 
     tasks = [asyncio.create_task(stream(number)) for number in range(STREAMS)]

@@ -17,7 +17,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -29,16 +28,6 @@ _SUFFIX = ".page"
 _MODE = 0o660  # the lease's other engines mark what they use
 # Files are counted anew after this share of the bound was written: others write here too.
 _COUNT_AFTER = 64
-
-
-@dataclass
-class PageCounts:
-    """What became of pages since the start."""
-
-    written: int = 0
-    read: int = 0
-    damaged: int = 0
-    refused: int = 0
 
 
 class PageFolder:
@@ -57,7 +46,6 @@ class PageFolder:
         self._lock = threading.Lock()
         self._uncounted: int | None = None  # None = nothing has been counted yet
         self._used = 0
-        self.counts = PageCounts()
 
     def has(self, name: str) -> bool:
         """Whether there is such a page; it may still prove to be damaged."""
@@ -73,7 +61,6 @@ class PageFolder:
         if self.has(name):
             return True
         if size > self._most or not self._make_room(size):
-            self.counts.refused += 1
             return False
         aside = self._folder / f".{os.getpid()}-{threading.get_ident()}-{name}"[:250]
         try:
@@ -87,9 +74,7 @@ class PageFolder:
             log.warning("rose: a page of keys was not kept: %s", error)
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
-            self.counts.refused += 1
             return False
-        self.counts.written += 1
         return True
 
     def get(self, name: str, into: memoryview) -> bool:
@@ -106,13 +91,11 @@ class PageFolder:
             return False
         if not whole or checksum != self._checksum(name.encode(), into):
             log.warning("rose: %s is damaged; its tokens are computed", path.name)
-            self.counts.damaged += 1
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
             return False
         with contextlib.suppress(OSError):
             os.utime(path)  # used now
-        self.counts.read += 1
         return True
 
     def _path(self, name: str) -> Path:

@@ -1,10 +1,10 @@
 """The permit: a deadline in shared memory that a rollout engine may compute before.
 
 The guard must be able to stop rollouts by *doing nothing*: it extends the deadline a little at a
-time, and when it hangs, dies or simply decides so, the deadline passes. Beside the deadline lie
-two heartbeats, so that each watcher can tell that the other one is gone. Who writes what:
+time, and when it hangs, dies or simply decides so, the deadline passes. Beside the deadline lies
+the engine host's heartbeat, so that the guard can tell that it is gone. Who writes what:
 
-    guard        the deadline, the chunks' divisor and its own heartbeat
+    guard        the deadline and the chunks' divisor
     engine host  its own heartbeat (and the deadline of dedicated engines, which have no guard)
     engine       nothing; it attaches read-only and stops between iterations
 
@@ -12,7 +12,7 @@ Layout of the 64 bytes, native byte order of one machine, version in the last by
 
     0   8  magic  "ROSEPMT" and the version byte 1
     8   8  deadline, CLOCK_MONOTONIC nanoseconds; 0 = closed
-    16  8  last heartbeat of the guard, same clock; 0 = never
+    16  8  zero
     24  8  last heartbeat of the engine host, same clock; 0 = never
     32  8  lane: which of a slot's engines the deadline is for; 0 = the first
     40  8  what the engine's prefill chunks are divided by; 0 = 1
@@ -40,7 +40,7 @@ MAGIC = b"ROSEPMT\x01"
 # a dead man's switch that holds for ever would be none.
 LONGEST_NS = 10_000_000_000
 
-_DEADLINE, _GUARD, _HOST, _LANE, _DIVISOR = 1, 2, 3, 4, 5
+_DEADLINE, _HOST, _LANE, _DIVISOR = 1, 3, 4, 5
 _LARGEST_DIVISOR = 1024  # garbage must not make a chunk of nothing
 FIRST_LANE, BUSY_LANE = 0, 1
 NAMES = {FIRST_LANE: "permit", BUSY_LANE: "permit-busy"}
@@ -149,24 +149,13 @@ class Permit:
         """Whether one of the slot's engines may compute at ``now_ns``."""
         return now_ns < self._words[_DEADLINE] <= now_ns + LONGEST_NS
 
-    def beat_guard(self, now_ns: int) -> None:
-        """The guard lives."""
-        self._words[_GUARD] = now_ns
-
     def beat_host(self, now_ns: int) -> None:
         """The engine host lives."""
         self._words[_HOST] = now_ns
 
-    def guard_age_ns(self, now_ns: int) -> int | None:
-        """Time since the guard's last heartbeat; None when there was none."""
-        return self._age(_GUARD, now_ns)
-
     def host_age_ns(self, now_ns: int) -> int | None:
         """Time since the engine host's last heartbeat; None when there was none."""
-        return self._age(_HOST, now_ns)
-
-    def _age(self, word: int, now_ns: int) -> int | None:
-        beat = self._words[word]
+        beat = self._words[_HOST]
         return max(0, now_ns - beat) if beat else None
 
     def detach(self) -> None:

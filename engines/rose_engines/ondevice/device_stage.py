@@ -3,8 +3,8 @@
 What goes there are the streams of blocks, about two bytes per change, each while the device still
 works on the one before (``ahead``). There they become positions and absolute new bits; the old ones
 are gathered from the live weights as the undo log. Putting them in is one scatter per tensor, and
-doing it twice does no harm. Beside the weights this takes ``STAGED_BYTES`` and two elements per
-change, and ``WORKING_BYTES`` per change of the largest tile while it is decoded.
+doing it twice does no harm. Beside the weights this takes a position of 8 bytes and two elements
+per change, and ``WORKING_BYTES`` per change of the largest tile while it is decoded.
 
 Engines stage on the host (``rose_engines.weights.live``): memory of a lent GPU belongs to another
 else, see docs/decisions/0014-staged-on-the-host.md. ``bench.gpu`` measures what that costs their
@@ -24,9 +24,6 @@ from rose_core.delta.errors import BlockError
 from rose_core.delta.tiles import Tiling
 from rose_engines.ondevice import device_digest, device_loops
 from rose_engines.ondevice.device_loops import there
-
-STAGED_BYTES = 8
-"""Of a position; the old and the new element come on top."""
 
 WORKING_BYTES = 96
 """Of temporary words, per change of the tile that is being decoded."""

@@ -36,7 +36,6 @@ class Generation:
     Attributes:
         output_ids: all output tokens so far.
         logprobs: their log-probabilities; empty when they were not asked for.
-        new_ids: the last tokens of ``output_ids``, new with this event.
         finish_reason: SGLang's object (``type`` is ``stop``, ``length`` or ``abort``), None while
             the request runs.
         spans: version spans; complete in the last event, absent before it.
@@ -46,7 +45,6 @@ class Generation:
     text: str
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
-    new_ids: tuple[int, ...] = ()
     finish_reason: dict[str, Any] | None = None
     spans: tuple[VersionSpan, ...] = ()
     meta: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +81,6 @@ def parse_generation(body: dict[str, Any], before: Generation | None = None) -> 
         text=text,
         output_ids=ids,
         logprobs=logprobs,
-        new_ids=ids[len(seen) :],
         finish_reason=meta.get("finish_reason"),
         spans=tuple(
             VersionSpan(span["version"], span["start"], span["end"])

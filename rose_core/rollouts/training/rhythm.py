@@ -57,7 +57,6 @@ class Rhythm:
     """What has been seen of one trainer; times are seconds of one clock.
 
     Attributes:
-        began_at: when the present or last stretch of turns began, None before the first.
         turn_at: when a turn was last seen.
         published_at: when the newest version was first heard of, after the first.
         head: the newest version.
@@ -66,7 +65,6 @@ class Rhythm:
         pauses, peaks: of the last stretches, oldest first.
     """
 
-    began_at: float | None = None
     turn_at: float | None = None
     published_at: float | None = None
     head: str = ""
@@ -125,12 +123,9 @@ def observe(rhythm: Rhythm, turns: int, head: str, now: float) -> Rhythm:
     if not turns:
         return rhythm
     idle = rhythm.idle_seconds(now)
-    if idle is None:
-        rhythm = replace(rhythm, began_at=now)
-    elif idle >= PAUSE_SECONDS:
+    if idle is not None and idle >= PAUSE_SECONDS:
         rhythm = replace(
             rhythm,
-            began_at=now,
             peak=0,
             pauses=(*rhythm.pauses, idle)[-_KEPT:],
             peaks=(*rhythm.peaks, rhythm.peak)[-_KEPT:],
@@ -164,13 +159,11 @@ class TurnTraffic:
 
     Attributes:
         turns: live and waiting.
-        queued: of them, those that wait.
-        waiting_tokens: prompt and output tokens of those.
+        waiting_tokens: prompt and output tokens of those that wait.
         dedicated_turns: turns that the open dedicated engines carry half full.
     """
 
     turns: int
-    queued: int = 0
     waiting_tokens: int = 0
     dedicated_turns: int = 0
 
@@ -187,10 +180,7 @@ def half_full(engines: Iterable[Capacity]) -> int:
 def note(rhythm: Rhythm, seen: TurnTraffic, up_seconds: float, now: float) -> DemandNote:
     """What a listener is told after a look at the turns; ``up_seconds`` is the router's age."""
     published = rhythm.published_at if rhythm.published else None
-    queued = min(seen.turns, seen.queued)
     return DemandNote(
-        live_turns=seen.turns - queued,
-        queued_turns=queued,
         waiting_tokens=seen.waiting_tokens,
         peak_turns=max(seen.turns, rhythm.most(now)),
         usual_turns=rhythm.usual,

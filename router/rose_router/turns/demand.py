@@ -77,9 +77,7 @@ class DemandFeed:
     def note(self) -> DemandNote:
         """What stands now."""
         service, turns = self._service, len(self._service.ledger)
-        seen = TurnTraffic(
-            turns, len(service.queue), service.queue.waiting_tokens, half_full(service.fleet)
-        )
+        seen = TurnTraffic(turns, service.queue.waiting_tokens, half_full(service.fleet))
         now, totals = service.clock(), service.ledger.totals
         return msgspec.structs.replace(
             note(self._rhythm, seen, now - self._began, now),

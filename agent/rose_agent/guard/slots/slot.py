@@ -427,8 +427,6 @@ class GuardedSlot:
             self._carry_out(action, now_ns, arrival_ns)
         if self.machine.rung is not before.rung:
             self._note_rung(now_ns)
-        if self._permit.mapped is not None:
-            self._permit.mapped.beat_guard(now_ns)
         self._update_router()
 
     def _see(self, verdict: GateVerdict, now_ns: int, granted: bool | None) -> SlotSeen:

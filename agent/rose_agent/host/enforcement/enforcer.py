@@ -153,7 +153,6 @@ class EnforcedEngine:
                 return False
             self._permit.beat_host(now_ns)
             if self._own_permit and not stop_pressed:
-                self._permit.beat_guard(now_ns)
                 self._permit.extend(now_ns + _OWN_PERMIT_NS)
             open_now = self._permit.is_open(now_ns)
             if self._wish.permit_open and not open_now:

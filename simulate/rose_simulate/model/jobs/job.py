@@ -119,7 +119,6 @@ class JobCounts:
     finished: int = 0
     accepted: int = 0
     dropped: int = 0
-    accepted_tokens: int = 0
     discarded_tokens: int = 0
     deferred: int = 0
     cut: int = 0
@@ -370,7 +369,6 @@ class Job:
         self._ready = [one for one in fresh if one not in chosen]
         if chosen:
             self.counts.accepted += self._facts.batch * self._facts.members
-            self.counts.accepted_tokens += sum(one.tokens for one in chosen)
             for one in chosen:
                 self._conclude(one, trained=True)
             now = self._clock.now_s

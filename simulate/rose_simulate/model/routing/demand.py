@@ -73,10 +73,8 @@ class SimulatedDemands:
 
 def traffic(router: Router) -> TurnTraffic:
     """A router's turns now, as production's router counts its own."""
-    waiting = router.waiting
     return TurnTraffic(
         router.inside,
-        len(waiting),
-        sum(turn.context + turn.output for turn in waiting),
+        sum(turn.context + turn.output for turn in router.waiting),
         half_full(router.engines.values()),
     )
