@@ -168,18 +168,7 @@ class _Routes:
             raise BadBatch(message, "no_form")
         try:
             async for part in await request.multipart():
-                if not isinstance(part, aiohttp.BodyPartReader):
-                    raise BadBatch("a form inside a form; send the fields themselves", "no_form")
-                if part.name == "file":
-                    if upload.bytes >= 0:  # it was counted, and another would not be
-                        message = "the form has two fields file; send each file by itself"
-                        raise BadBatch(message, "two_files", param="file")
-                    await self._receive_file(part, upload, tenant)
-                elif part.name == "purpose":
-                    upload.purpose = (await part.read_chunk(_FIELD_BYTES)).decode(errors="replace")
-                    await part.release()
-                else:
-                    await part.release()
+                await self._receive_part(part, upload, tenant)
         except (ValueError, AssertionError) as error:  # what aiohttp raises for torn forms
             raise BadBatch(f"the form cannot be read: {error}", "no_form") from error
         if upload.purpose != "batch":
@@ -187,6 +176,20 @@ class _Routes:
             raise BadBatch(message, "wrong_purpose", param="purpose")
         if upload.bytes < 0:
             raise BadBatch("the form has no field file", "no_file", param="file")
+
+    async def _receive_part(self, part: object, upload: _Upload, tenant: str) -> None:
+        """Read one field of the form; those that have no name here are passed over."""
+        if not isinstance(part, aiohttp.BodyPartReader):
+            raise BadBatch("a form inside a form; send the fields themselves", "no_form")
+        if part.name == "file":
+            if upload.bytes >= 0:  # it was counted, and another would not be
+                message = "the form has two fields file; send each file by itself"
+                raise BadBatch(message, "two_files", param="file")
+            await self._receive_file(part, upload, tenant)
+            return
+        if part.name == "purpose":
+            upload.purpose = (await part.read_chunk(_FIELD_BYTES)).decode(errors="replace")
+        await part.release()
 
     async def _receive_file(
         self, part: aiohttp.BodyPartReader, upload: _Upload, tenant: str

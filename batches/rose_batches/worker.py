@@ -419,13 +419,16 @@ class Worker:
     async def _record(self) -> None:
         """Write answers down, as many at a time as there are: a transaction waits for the disk."""
         while True:
+            # 1. As many as there are.
             taken = [await self._answers.get()]
             while not self._answers.empty():
                 taken.append(self._answers.get_nowait())
-            answers = [answer for answer, _ in taken]
-            changed = await self.do(self.journal.record, answers)
+            # 2. To the disk.
+            changed = await self.do(self.journal.record, [answer for answer, _ in taken])
+            # 3. Only now is one counted, and whoever waits for it told.
             for batch in changed.values():
-                if (live := self._live.get(batch.id)) is not None:
+                live = self._live.get(batch.id)
+                if live is not None:
                     live.batch = msgspec.structs.replace(
                         live.batch, answered=batch.answered, failed=batch.failed
                     )

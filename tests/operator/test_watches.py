@@ -217,7 +217,9 @@ def test_kopf_watches_every_kind_where_the_operator_may_read_it() -> None:
             try:
                 assert server.wait_for(set(expected), 60), f"watched: {server.watched}"
                 assert server.watched == expected, "nothing but these, by these labels"
-                assert max(server.seconds) < watches.settings().watching.client_timeout <= 60
+                given_up = watches.settings().watching.client_timeout
+                assert given_up is not None
+                assert max(server.seconds) < given_up <= 60
                 assert child.stdin is not None
                 child.stdin.close()
                 assert child.wait(60) == 0

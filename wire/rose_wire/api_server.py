@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -286,7 +286,7 @@ class ApiServer:
         *,
         labels: str | None = None,
         fields: str | None = None,
-    ) -> AsyncIterator[tuple[str, Raw]]:
+    ) -> AsyncGenerator[tuple[str, Raw], None]:
         """Changes after a version: what happened, and the object.
 
         It goes on from the last change or bookmark when the server ends it in time, and when the

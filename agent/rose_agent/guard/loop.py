@@ -307,24 +307,19 @@ class Guard:
 
     def on_tap(self, events: list[TapEvent], now_ns: int) -> None:
         """Apply events, then step the replicas they touch; those with an arrival first."""
+        touched = {event.replica for event in events if self._take(event, now_ns)}
+        others = [one for one in events if not isinstance(one, Progress)]  # tokens are the most
+        arrived = [event for event in others if isinstance(event, Arrived)]
         arrivals: dict[PodUid, int] = {}
-        touched: set[PodUid] = set()
-        others: list[TapEvent] = []  # than tokens, of which there are most
-        for event in events:
-            if self._take(event, now_ns):
-                touched.add(event.replica)
-            if not isinstance(event, Progress):
-                others.append(event)
-        for event in others:
-            if isinstance(event, Arrived) and event.replica in touched:
-                arrivals.setdefault(event.replica, event.time_ns)
+        for event in arrived:
+            arrivals.setdefault(event.replica, event.time_ns)
         for uid in sorted(touched, key=lambda name: name not in arrivals):
             self._step_replica(uid, now_ns, arrivals.get(uid, 0))
-        for event in others:
-            if isinstance(event, Arrived):
-                self.recorder.note(event.time_ns, event.replica, "arrived", request=event.request)
-            elif isinstance(event, Health) and not self._timers.fires_soon(event.replica, now_ns):
-                self._pulse.beat()  # else whoever looks then steps all
+        for event in arrived:
+            self.recorder.note(event.time_ns, event.replica, "arrived", request=event.request)
+        healths = (event for event in others if isinstance(event, Health))
+        if any(not self._timers.fires_soon(one.replica, now_ns) for one in healths):
+            self._pulse.beat()  # else whoever looks then steps all
 
     def _take(self, event: TapEvent, now_ns: int) -> bool:
         """Apply an event; whether its replica has to be stepped for it."""
@@ -444,34 +439,47 @@ class Guard:
     def _step_replica(self, uid: PodUid, now_ns: int, arrival_ns: int) -> None:
         replica = self.replicas[uid]
         facts, verdict = self._judge(uid, now_ns)
-        until_ns, permitted_ns, counters = 0, 0, replica.outcomes.counters
-        served = replica.served_tokens
+        slots = [one for one in self.slots.values() if one.grant and one.grant.pod_uid == uid]
+        # 1. Whether a rollout computes, before its slot is stepped: followers are told of that.
         leads = self.leading.leads(uid)
-        slots = self.slots.values()
         computing = leads and any(s.serves(uid) and s.is_computing(now_ns) for s in slots)
-        for slot in self.slots.values():
-            if slot.grant is not None and slot.grant.pod_uid == uid:
-                own = self.whole.judge(uid, facts) if slot.grant.whole else verdict
-                slot.slowdown = replica.outcomes.experience.slowdown
-                slot.step(own, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
-                slot.totals.note_replica(counters.finished, counters.exposed)
-                if served is not None:
-                    slot.totals.note_served(*served)
-                for after_ns, chunk_divisor, had_turns in slot.take_stops():
-                    if not self.groups.takes_stop(uid, after_ns):
-                        replica.outcomes.note_stop(after_ns, chunk_divisor, had_turns=had_turns)
-                if slot.is_computing(now_ns):
-                    until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
-                    if not slot.grant.whole:
-                        permitted_ns = max(permitted_ns, slot.permitted_until_ns)
+        # 2. The slots: stopped first of all, where a request has arrived.
+        until_ns, permitted_ns = 0, 0
+        for slot in slots:
+            whole = slot.grant is not None and slot.grant.whole
+            own = self.whole.judge(uid, facts) if whole else verdict
+            self._step_slot(replica, slot, own, now_ns, arrival_ns)
+            if slot.is_computing(now_ns):
+                until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
+                permitted_ns = max(permitted_ns, 0 if whole else slot.permitted_until_ns)
+        # 3. The followers' gates, which have no traffic of their own to go by.
         if leads:
             self.leading.note(uid, verdict, arrival_ns, own=computing)
             until_ns = max(until_ns, self.leading.computing_until_ns(uid))
+        # 4. What is counted, and when to look again.
         replica.outcomes.open_time.note(until_ns, now_ns)
         replica.note_compute(permitted_ns, now_ns)
         if not self._resting():
             self._pulse.stir()
         self._timers.set(uid, self._due(verdict), now_ns)
+
+    def _step_slot(
+        self,
+        replica: GuardedReplica,
+        slot: GuardedSlot,
+        verdict: GateVerdict,
+        now_ns: int,
+        arrival_ns: int,
+    ) -> None:
+        outcomes = replica.outcomes
+        slot.slowdown = outcomes.experience.slowdown
+        slot.step(verdict, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
+        slot.totals.note_replica(outcomes.counters.finished, outcomes.counters.exposed)
+        if replica.served_tokens is not None:
+            slot.totals.note_served(*replica.served_tokens)
+        for after_ns, chunk_divisor, had_turns in slot.take_stops():
+            if not self.groups.takes_stop(replica.pod.uid, after_ns):
+                outcomes.note_stop(after_ns, chunk_divisor, had_turns=had_turns)
 
     def _facts_of(self, replica: GuardedReplica, now_ns: int) -> ReplicaFacts:
         # Ranks would have to agree on a chunk before each iteration, and so would engines on

@@ -163,8 +163,8 @@ class Reporter:
             yield from self._pool(pool, world, plan, publish=full)
         for slot in world.slots.good.values():
             yield from self._slot(slot, world)
-        for key, lease in world.leases.good.items():
-            outcome = plan.outcomes.get(key)
+        planned = ((lease, plan.outcomes.get(key)) for key, lease in world.leases.good.items())
+        for lease, outcome in planned:
             if outcome is None:
                 continue
             router = needs.decision(lease)
@@ -172,12 +172,13 @@ class Reporter:
                 yield from self._lease(lease, world, outcome, router, publish=full)
         if full:
             self._publisher.end()
-        for kind, bad in (
-            *((ObjectKind.POOL, bad) for bad in world.pools.bad),
-            *((ObjectKind.LEASE, bad) for bad in world.leases.bad),
-            *((ObjectKind.SLOT, bad) for bad in world.slots.bad),
+        for kind, found in (
+            (ObjectKind.POOL, world.pools.bad),
+            (ObjectKind.LEASE, world.leases.bad),
+            (ObjectKind.SLOT, world.slots.bad),
         ):
-            yield from self._unreadable(kind, bad, world)
+            for bad in found:
+                yield from self._unreadable(kind, bad, world)
 
     def _pool(
         self, pool: ServingPool, world: ClusterState, plan: LendingPlan, *, publish: bool
@@ -396,15 +397,14 @@ class Reporter:
 
 def _patience(resource: ApiResource, status: Status) -> float:
     """How long a difference may wait for others; the module's table."""
-    if not resource.status.conditions and not isinstance(resource, RolloutSlot):
-        return 0.0
-    if not isinstance(resource, RolloutSlot) and is_asked(resource):
-        return 0.0
     changed = transitions(resource.status.conditions, status.conditions)
     old = {one.type: one.status for one in resource.status.conditions}
-    if isinstance(resource, RolloutSlot) and isinstance(status, SlotStatus):
-        arrived = status.state in _ARRIVED and resource.spec.desired is Desired.LENT
-        return 0.0 if arrived and changed else _JOIN_SECONDS
+    if isinstance(resource, RolloutSlot):
+        arrived = isinstance(status, SlotStatus) and status.state in _ARRIVED
+        lent = resource.spec.desired is Desired.LENT
+        return 0.0 if arrived and lent and changed else _JOIN_SECONDS
+    if not old or is_asked(resource):
+        return 0.0
     turned = any(
         old.get(one.type) != one.status and one.type != ConditionType.RECLAIMING for one in changed
     )

@@ -473,24 +473,29 @@ class GuardedSlot:
             self._close(now_ns, arrival_ns)
             return
         self._history.note_order(action, now_ns)
-        if order in {SlotOrder.HOLD, SlotOrder.LET_GO}:
-            self._hold.order(hold=order is SlotOrder.HOLD, arrival_ns=arrival_ns)
-        elif order is SlotOrder.FREEZE:
-            stopped_ns = now_ns - self.machine.since_ns
-            mapped = self._permit.mapped
-            age_ns = mapped.host_age_ns(now_ns) if mapped is not None else None
-            hurried = age_ns is None or age_ns > self._limits.host_stale_ns
-            self.message = freezer.freeze(self.folder, stopped_ns, hurried=hurried)
-        elif order is SlotOrder.KILL:
-            self.message = freezer.kill(self.folder)
-        elif order is SlotOrder.STOP:
-            self._calls.start("stop", lambda: self._stop(action.reason))
-        elif order is SlotOrder.ENSURE:
-            self._calls.start("ensure", self._ensure)
-        elif order in {SlotOrder.DORMANT, SlotOrder.ACTIVATE}:
-            dormant = order is SlotOrder.DORMANT
-            work = partial(self._host.set_dormant, self._key(), dormant=dormant)
-            self._calls.start("dormant", work)
+        match order:
+            case SlotOrder.HOLD | SlotOrder.LET_GO:
+                self._hold.order(hold=order is SlotOrder.HOLD, arrival_ns=arrival_ns)
+            case SlotOrder.FREEZE:
+                self._freeze(now_ns)
+            case SlotOrder.KILL:
+                self.message = freezer.kill(self.folder)
+            case SlotOrder.STOP:
+                self._calls.start("stop", lambda: self._stop(action.reason))
+            case SlotOrder.ENSURE:
+                self._calls.start("ensure", self._ensure)
+            case SlotOrder.DORMANT | SlotOrder.ACTIVATE:
+                dormant = order is SlotOrder.DORMANT
+                work = partial(self._host.set_dormant, self._key(), dormant=dormant)
+                self._calls.start("dormant", work)
+
+    def _freeze(self, now_ns: int) -> None:
+        """Freeze the engine's processes, without their host."""
+        mapped = self._permit.mapped
+        age_ns = mapped.host_age_ns(now_ns) if mapped is not None else None
+        hurried = age_ns is None or age_ns > self._limits.host_stale_ns
+        stopped_ns = now_ns - self.machine.since_ns
+        self.message = freezer.freeze(self.folder, stopped_ns, hurried=hurried)
 
     @property
     def _has_two_engines(self) -> bool:

@@ -156,22 +156,16 @@ def replica_report(
         host_alive: the engine host of this node answers.
         sleep_refusal: why it does not sleep for a loan, or does not serve yet after one.
     """
-    signal = replica.signal(now_ns)
+    signal, view = replica.signal(now_ns), replica.view
     pod, counters = replica.pod, replica.outcomes.counters
-    spans = Reason.MULTI_NODE_REPLICA if replica.unplaced else None
-    refusal = sleep_refusal or spans or _REFUSALS.get(verdict.reason)
     source = replica.lasting_source(now_ns)
-    if refusal is None and source is None and signal.doubt is not None and not pod.follows:
-        refusal = _DOUBTS[signal.doubt]
-    if refusal is None and not host_alive:
-        refusal = Reason.ENGINE_HOST_UNAVAILABLE
-    view, text = replica.view, ""
-    if refusal is None and view is not None and view.refusal:
-        refusal, text = Reason(view.refusal), view.message if view.refusal in _STEADY else ""
-    if refusal is None and not pod.gpu_uuids:
-        refusal, text = Reason.NO_GPU, pod.claim.message
-    if refusal is None and replica.full:
-        refusal = Reason.INSUFFICIENT_MEMORY
+    refusal, text = _refusal(
+        replica,
+        verdict,
+        None if source is not None or pod.follows else signal.doubt,
+        host_alive=host_alive,
+        sleep_refusal=sleep_refusal,
+    )
     return ReplicaReport(
         pool=pod.pool,
         pod_namespace=pod.namespace,
@@ -257,6 +251,35 @@ def slot_reason(slot: GuardedSlot) -> str:
     """The host's reason for the engine's state; the gate's where the host has nothing to add."""
     reason = slot.status.reason if slot.status else HostReason.NONE
     return slot.verdict.reason.value if reason in PENDING else reason.value
+
+
+def _refusal(
+    replica: GuardedReplica,
+    verdict: GateVerdict,
+    doubt: Doubt | None,
+    *,
+    host_alive: bool,
+    sleep_refusal: Reason | None,
+) -> tuple[Reason | None, str]:
+    """Why nothing may be lent of a replica, and what is said with it: the first reason that holds.
+
+    In this order: what it does for a loan of all of it, its place in a group, its gate, its signal,
+    the engine host, its GPUs, their memory.
+    """
+    spans = Reason.MULTI_NODE_REPLICA if replica.unplaced else None
+    early = sleep_refusal or spans or _REFUSALS.get(verdict.reason)
+    if early is not None:
+        return early, ""
+    if doubt is not None:
+        return _DOUBTS[doubt], ""
+    if not host_alive:
+        return Reason.ENGINE_HOST_UNAVAILABLE, ""
+    view = replica.view
+    if view is not None and view.refusal:
+        return Reason(view.refusal), view.message if view.refusal in _STEADY else ""
+    if not replica.pod.gpu_uuids:
+        return Reason.NO_GPU, replica.pod.claim.message
+    return (Reason.INSUFFICIENT_MEMORY, "") if replica.full else (None, "")
 
 
 def slot_state(slot: GuardedSlot) -> SlotState:

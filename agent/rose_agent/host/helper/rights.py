@@ -121,19 +121,24 @@ class Rights:
                 return self._take(name, made_by), None
             case OpenKeys() | CloseKeys():
                 return self._keys(request), None
+            case Reap(name):
+                return self._reap(name), None
+        self._act(request)
+        return Answer(), None
+
+    def _act(self, request: Request) -> None:
+        """Carry out one that is answered by nothing more than that it was."""
+        match request:
             case Steer(name, move):
                 self._steer(name, move)
             case Quota(name, busy):
                 self.limiter.set_quota(name, busy=busy)
-            case Reap(name):
-                return self._reap(name), None
             case Close(name):
                 self._close(name)
             case Release(name):
                 self._release(name)
             case Forget(name, permit):
                 self.forget(name, permit=permit)
-        return Answer(), None
 
     def kill_all(self) -> None:
         """The host has ended: so do its engines."""
