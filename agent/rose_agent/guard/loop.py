@@ -448,7 +448,7 @@ class Guard:
         for slot in slots:
             whole = slot.grant is not None and slot.grant.whole
             own = self.whole.judge(uid, facts) if whole else verdict
-            self._step_slot(replica, slot, own, now_ns, arrival_ns)
+            self._step_lent(replica, slot, own, now_ns, arrival_ns)
             if slot.is_computing(now_ns):
                 until_ns = max(until_ns, own.until_ns or now_ns + _TICK_NS)
                 permitted_ns = max(permitted_ns, 0 if whole else slot.permitted_until_ns)
@@ -463,7 +463,7 @@ class Guard:
             self._pulse.stir()
         self._timers.set(uid, self._due(verdict), now_ns)
 
-    def _step_slot(
+    def _step_lent(
         self,
         replica: GuardedReplica,
         slot: GuardedSlot,
