@@ -267,27 +267,33 @@ async def _one(
     for label, windows in (("quiet", quiet), ("flooded", flooded)):
         cpu = 1e3 * sum(one.cpu for one in windows) / len(windows)
         figures.append(figure(f"{name}: processor time of the router, {label}", cpu, "ms/s"))
-    for percent in (50, 99):
-        turns = f"{name}: p{percent} of others"
-        alone, with_it, without = (
-            [quantile(one.seconds, percent / 100) for one in windows]
-            for windows in (quiet, flooded, beside)
-        )
-        aim = 1.25 if percent == 99 else None
-        compared: list[tuple[str, list[float], list[float], float | None]] = [
-            ("flooded to quiet", with_it, alone, aim)
-        ]
-        if without:
-            compared += [
-                ("flood beside to quiet", without, alone, None),
-                ("flooded to flood beside", with_it, without, aim),
-            ]
-        for label, ours, theirs, most in compared:
-            ratio = paired_ratio(ours, theirs)
-            ends = None if ratio.low is None or ratio.high is None else (ratio.low, ratio.high)
-            figures.append(figure(f"{turns}, {label}", ratio.mean, "", at_most=most, interval=ends))
-        figures.append(figure(f"{turns}, quiet", 1e3 * min(alone), "ms"))
+    for percent, aim in ((50, None), (99, 1.25)):
+        figures += _latencies(name, percent, aim, (quiet, flooded, beside))
     return figures
+
+
+def _latencies(
+    name: str, percent: int, aim: float | None, windows: tuple[list[Others], ...]
+) -> list[Figure]:
+    """Turns of others while nothing floods, in the flood, and where it floods another router."""
+    turns = f"{name}: p{percent} of others"
+    alone, with_it, without = (
+        [quantile(one.seconds, percent / 100) for one in several] for several in windows
+    )
+    compared: list[tuple[str, list[float], list[float], float | None]] = [
+        ("flooded to quiet", with_it, alone, aim)
+    ]
+    if without:
+        compared += [
+            ("flood beside to quiet", without, alone, None),
+            ("flooded to flood beside", with_it, without, aim),
+        ]
+    figures = []
+    for label, ours, theirs, most in compared:
+        ratio = paired_ratio(ours, theirs)
+        ends = None if ratio.low is None or ratio.high is None else (ratio.low, ratio.high)
+        figures.append(figure(f"{turns}, {label}", ratio.mean, "", at_most=most, interval=ends))
+    return [*figures, figure(f"{turns}, quiet", 1e3 * min(alone), "ms")]
 
 
 async def _window(route: Route, given: argparse.Namespace) -> Others:

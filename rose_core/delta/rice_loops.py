@@ -218,7 +218,7 @@ def write(  # noqa: PLR0917
     return np.int64(used)
 
 
-def read(  # noqa: PLR0917
+def read(  # noqa: C901, PLR0912, PLR0917  # compiled as it stands, without helpers
     words: Any,
     bits: int,
     leading: Any,
@@ -279,7 +279,7 @@ def read(  # noqa: PLR0917
     return bool(most - at < EIGHT)
 
 
-def place(  # noqa: PLR0917
+def place(  # noqa: PLR0912, PLR0917  # compiled as it stands, without helpers
     old: Any,
     shift: int,
     mask: int,

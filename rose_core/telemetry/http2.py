@@ -181,9 +181,7 @@ class Http2:
 
     def _from_server(self, side: _Side, frame: Http2Frame, time_ns: int) -> None:
         if frame.kind is FrameType.GOAWAY:
-            last = int.from_bytes(frame.data[:4]) & 0x7FFFFFFF
-            for number in [n for n in self._streams if n > last]:
-                self._end(number, time_ns, EndKind.RESET)
+            self._go_away(frame, time_ns)
             return
         headers = None
         if frame.kind in {FrameType.HEADERS, FrameType.CONTINUATION} and frame.whole:
@@ -201,6 +199,12 @@ class Http2:
             self._data(stream, frame, time_ns)
         elif frame.kind is FrameType.RST_STREAM:
             self._end(frame.stream, time_ns, EndKind.RESET)
+
+    def _go_away(self, frame: Http2Frame, time_ns: int) -> None:
+        """End the streams that the server will not answer."""
+        last = int.from_bytes(frame.data[:4]) & 0x7FFFFFFF
+        for number in [n for n in self._streams if n > last]:
+            self._end(number, time_ns, EndKind.RESET)
 
     def _join(self, number: int, time_ns: int) -> None:
         """A response whose request was sent before the tap began."""

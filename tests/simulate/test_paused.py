@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -146,9 +147,7 @@ def test_no_turn_that_has_not_begun_overtakes_one_at_a_closed_gate(
         made.clock.run(round((made.clock.now_s + TICK) * SECOND))
         now = made.where()
         left_behind = [turn for turn in ripe if now.get(turn) == known[turn]]
-        for turn, engine in now.items():
-            if engine == known.get(turn):
-                continue
-            for other in left_behind:
-                assert turn.held, f"{turn.session} has not begun and overtook {other.session}"
-                assert turn.born < other.born
+        placed = [turn for turn, engine in now.items() if engine != known.get(turn)]
+        for turn, other in product(placed, left_behind):
+            assert turn.held, f"{turn.session} has not begun and overtook {other.session}"
+            assert turn.born < other.born

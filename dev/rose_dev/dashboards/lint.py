@@ -92,13 +92,7 @@ def _query(query: str, known: Mapping[str, str]) -> Iterator[str]:
     if not found:
         yield f"asks for no metric of ours: {query}"
     for metric, matchers in found:
-        kind = known.get(base_name(metric, known))
-        if kind is None:
-            yield f"{metric} does not exist"
-        if 'job=~"$job"' not in matchers or 'instance=~"$instance"' not in matchers:
-            yield f"{metric} lacks the matchers of job and instance"
-        if kind == "counter" and not re.search(rf"(?:rate|increase)\({metric}\{{", query):
-            yield f"{metric} is a counter and shown raw"
+        yield from _selector(metric, matchers, query, known.get(base_name(metric, known)))
     if len(_RATE.findall(query)) != len(_SPAN.findall(query)):
         yield f"a range without a rate: {query}"
     for span in _SPAN.findall(query):
@@ -106,3 +100,12 @@ def _query(query: str, known: Mapping[str, str]) -> Iterator[str]:
             yield f"rate over {span} instead of $__rate_interval"
     if query.count("(") != query.count(")"):
         yield f"parentheses do not match: {query}"
+
+
+def _selector(metric: str, matchers: str, query: str, kind: str | None) -> Iterator[str]:
+    if kind is None:
+        yield f"{metric} does not exist"
+    if 'job=~"$job"' not in matchers or 'instance=~"$instance"' not in matchers:
+        yield f"{metric} lacks the matchers of job and instance"
+    if kind == "counter" and not re.search(rf"(?:rate|increase)\({metric}\{{", query):
+        yield f"{metric} is a counter and shown raw"

@@ -109,7 +109,8 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
 
-    drafting = bool(os.environ.get(DRAFTS_VARIABLE))
+    drafting, stores = bool(os.environ.get(DRAFTS_VARIABLE)), kv_store.is_enabled()
+    cpu = bool(os.environ.get("SGLANG_USE_CPU_ENGINE"))
     checkpoints = Checkpoints.from_environment()
     hooks = SchedulerPlugin(
         Path(permit) if permit else None, Path(control) if control else None, checkpoints
@@ -117,40 +118,42 @@ def register() -> None:
     needed = (
         *_NEEDED,
         *(drafts.NEEDED if drafting else ()),
-        *(kv_store.NEEDED if kv_store.is_enabled() else ()),
+        *(kv_store.NEEDED if stores else ()),
         *(_NEEDED_BY_SEVERAL if hooks.adapters > 1 else ()),
     )
     require(needed, "SGLang", "0.5.23")
     HookRegistry.register(BOUNDARY, hooks.before_iteration, HookType.BEFORE)
-    if hooks.adapters:
-        HookRegistry.register(ADMISSION, hooks.around_request, HookType.AROUND)
-    else:
-        HookRegistry.register(ADMISSION, hooks.before_request, HookType.BEFORE)
     HookRegistry.register(retraction.ABORT, hooks.before_abort, HookType.BEFORE)
-    if hooks.adapters > 1:
-        labels = OwnLabels(hooks.label_of)
-        HookRegistry.register(STREAM_ACCEPT, labels.around_accept, HookType.AROUND)
-        HookRegistry.register(MAKE_ABORT, labels.around_abort, HookType.AROUND)
-    else:
-        HookRegistry.register(STREAM_ACCEPT, around_accept, HookType.AROUND)
     HookRegistry.register(REPLY_VERSIONS, LogprobHook().before_versions, HookType.BEFORE)
+    _place_turn_hooks(HookRegistry, HookType, hooks)
     if checkpoints.enabled:
         HookRegistry.register(BEGINNING, checkpoints.begin, HookType.BEFORE)
         HookRegistry.register(WEIGHTS, checkpoints.around_weights, HookType.AROUND)
         for piece in filter(exists, PIECES):
             HookRegistry.register(piece, checkpoints.pass_by, HookType.BEFORE)
     if drafting:
-        drafts.place_hooks(
-            HookRegistry, HookType, cpu=bool(os.environ.get("SGLANG_USE_CPU_ENGINE"))
-        )
-    if kv_store.is_enabled():
-        cpu = bool(os.environ.get("SGLANG_USE_CPU_ENGINE"))
+        drafts.place_hooks(HookRegistry, HookType, cpu=cpu)
+    if stores:
         kv_store.place_hooks(HookRegistry, HookType, hooks.shares, hooks.forget_weights, cpu=cpu)
-    if os.environ.get("SGLANG_USE_CPU_ENGINE"):
+    if cpu:
         HookRegistry.register(ranks.CUDA_ONLY, ranks.NoCommunicator, HookType.REPLACE)
-        if os.environ.get(ADAPTER_VARIABLE) or kv_store.is_enabled():
+        if os.environ.get(ADAPTER_VARIABLE) or stores:
             unpin_memory()
     _registered.append(hooks)
+
+
+def _place_turn_hooks(registry: Any, kinds: Any, hooks: SchedulerPlugin) -> None:  # noqa: ANN401  # SGLang's
+    """What sees each turn begin, stream and end: more where versions are adapters."""
+    if hooks.adapters:
+        registry.register(ADMISSION, hooks.around_request, kinds.AROUND)
+    else:
+        registry.register(ADMISSION, hooks.before_request, kinds.BEFORE)
+    if hooks.adapters > 1:
+        labels = OwnLabels(hooks.label_of)
+        registry.register(STREAM_ACCEPT, labels.around_accept, kinds.AROUND)
+        registry.register(MAKE_ABORT, labels.around_abort, kinds.AROUND)
+    else:
+        registry.register(STREAM_ACCEPT, around_accept, kinds.AROUND)
 
 
 class SchedulerPlugin:

@@ -140,14 +140,14 @@ class Making(NamedTuple):
         for step in self.steps:  # one that was not carried out has no outputs
             args, kwargs = pytree.tree_map(there, step.arguments, is_leaf=_is_view)
             result = step.func(*args, **kwargs)
-            for number, one in zip(step.made, _outputs(result), strict=False):
-                if number is not None:
-                    raw = memory[number] = one.untyped_storage()
-                    if raw.nbytes() != self.sizes[number]:
-                        message = f"{step.func} made {raw.nbytes()} bytes, not {self.sizes[number]}"
-                        raise UnsupportedEngine(message)
-                    if step.func in _EMPTY:
-                        torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw).fill_(fill)
+            made = zip(step.made, _outputs(result), strict=False)
+            for number, one in ((number, one) for number, one in made if number is not None):
+                raw = memory[number] = one.untyped_storage()
+                if raw.nbytes() != self.sizes[number]:
+                    message = f"{step.func} made {raw.nbytes()} bytes, not {self.sizes[number]}"
+                    raise UnsupportedEngine(message)
+                if step.func in _EMPTY:
+                    torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw).fill_(fill)
         return self.view.of(storage(self.view.memory))
 
     def differs_on(self, device: str) -> Any:  # noqa: ANN401  # an operator of torch, or None
@@ -281,23 +281,24 @@ class Trace:
         if self.lost or not self._follows(func, tensors_of(arguments), written):
             return
         changed = {self._number(one) for one in written}
-        made: list[int | None] = []
-        for one in outputs:
-            new = address(one) not in self._numbers
-            made.append(self._number(one) if new else None)
-            if new:
-                self._left -= one.untyped_storage().nbytes()
-        if not changed and all(number is None for number in made):
+        made = tuple(self._new(one) for one in outputs)
+        changed.update(number for number in made if number is not None)
+        if not changed:
             return  # a view
         if self._left < 0:
             self._forget()
             return
         views = pytree.tree_map_only(torch.Tensor, self.view, arguments)
         read = frozenset(self._number(one) for one in tensors_of(arguments))
-        fresh = {number for number in made if number is not None}
         devices = frozenset(one.device.type for one in (*tensors_of(arguments), *outputs))
-        changed |= fresh
-        self.steps.append(Step(func, views, read, frozenset(changed), tuple(made), devices))
+        self.steps.append(Step(func, views, read, frozenset(changed), made, devices))
+
+    def _new(self, one: torch.Tensor) -> int | None:
+        """Number an output's memory, and count it; None = it is a view of what is known."""
+        if address(one) in self._numbers:
+            return None
+        self._left -= one.untyped_storage().nbytes()
+        return self._number(one)
 
     def _follows(
         self,

@@ -91,21 +91,24 @@ def read_turn(body: Mapping[str, Any]) -> VllmTurn:
         # What is off by default in SGLang asks for nothing where it is off here.
         if name not in _REQUEST_TAKEN and value not in (None, False, 0, "", []):
             raise _refused(f"{name}: an engine of vLLM does not do that")
-    sampling = _sampling(given)
-    if body.get("return_logprob"):
-        sampling["logprobs"] = int(body.get("top_logprobs_num") or 0)
-        start = body.get("logprob_start_len")
-        if start not in (None, 0, -1):
-            raise _refused(f"logprob_start_len: an engine of vLLM takes 0 or -1, got {start!r}")
-        if start == 0:
-            sampling["prompt_logprobs"] = 0
     return VllmTurn(
         ids,
-        sampling,
+        _sampling(given) | _logprobs(body),
         str(body.get("rid") or ""),
         str(body.get("extra_key") or ""),
         bool(body.get("stream")),
     )
+
+
+def _logprobs(body: Mapping[str, Any]) -> dict[str, int]:
+    """Which log-probabilities are asked for."""
+    if not body.get("return_logprob"):
+        return {}
+    start = body.get("logprob_start_len")
+    if start not in (None, 0, -1):
+        raise _refused(f"logprob_start_len: an engine of vLLM takes 0 or -1, got {start!r}")
+    asked = {"logprobs": int(body.get("top_logprobs_num") or 0)}
+    return asked | {"prompt_logprobs": 0} if start == 0 else asked
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -163,8 +163,8 @@ class Reporter:
             yield from self._pool(pool, world, plan, publish=full)
         for slot in world.slots.good.values():
             yield from self._slot(slot, world)
-        planned = ((lease, plan.outcomes.get(key)) for key, lease in world.leases.good.items())
-        for lease, outcome in planned:
+        for key, lease in world.leases.good.items():
+            outcome = plan.outcomes.get(key)
             if outcome is None:
                 continue
             router = needs.decision(lease)
@@ -172,6 +172,9 @@ class Reporter:
                 yield from self._lease(lease, world, outcome, router, publish=full)
         if full:
             self._publisher.end()
+        yield from self._all_unreadable(world)
+
+    def _all_unreadable(self, world: ClusterState) -> Iterator[Write]:
         for kind, found in (
             (ObjectKind.POOL, world.pools.bad),
             (ObjectKind.LEASE, world.leases.bad),

@@ -90,6 +90,23 @@ class DispatchState(msgspec.Struct, frozen=True, gc=False):
     residents: Residents | None = None
 
 
+def _sooner(one: float | None, other: float) -> float:
+    return other if one is None else min(one, other)
+
+
+def _place(
+    turn: TurnView, since: float, found: SortedEngines, scene: DispatchState
+) -> tuple[Placement | Wait, float | None]:
+    """Where a turn goes now; and until when one that has begun waits for room at its best place."""
+    answer = anywhere(turn, found, scene)
+    if not isinstance(answer, Wait) or not found.able or turn.begins:
+        return answer, None
+    until = since + ROOM_SECONDS
+    if scene.now >= until:
+        return among(turn, found, scene.policy, scene.outlook), None
+    return answer, until
+
+
 def next_turn(
     waiting: Sequence[WaitingTurn], scene: DispatchState
 ) -> tuple[Chosen | None, float | None]:
@@ -112,17 +129,13 @@ def next_turn(
             continue
         until = _patience(turn, one.since, able, scene) if turn.cached else None
         if until is not None:
-            again = until if again is None else min(again, until)
+            again = _sooner(again, until)
             continue
         if sort not in passing:
             passing[sort] = sort_out(turn, scene.engines, scene.head, scene.policy, scene.now)
-        found, until = passing[sort], one.since + ROOM_SECONDS
-        answer = anywhere(turn, found, scene)
-        if isinstance(answer, Wait) and found.able and not turn.begins:
-            if scene.now >= until:
-                answer = among(turn, found, scene.policy, scene.outlook)
-            else:
-                again = until if again is None else min(again, until)
+        answer, until = _place(turn, one.since, passing[sort], scene)
+        if until is not None:
+            again = _sooner(again, until)
         if isinstance(answer, Placement):
             return (index, answer), again
         if answer.obstacle is not Obstacle.FULL or turn.begins:
