@@ -7,6 +7,5 @@
 - ``passes``: processor time of a pass, without an API server.
 - ``profiled``: an operator under a profiler, for ``--profile FILE``.
 - ``processes``: operators and agents as children, and what their pages and /proc say.
-- ``phases``: what is done to the fleet, and the figures of it.
-- ``__main__``: an API server, KWOK, two operators, and the phases.
+- ``__main__``: an API server, KWOK, two operators; what is done to the fleet, and its figures.
 """

@@ -123,9 +123,8 @@ def register() -> None:
     )
     require(needed, "SGLang", "0.5.23")
     HookRegistry.register(BOUNDARY, hooks.before_iteration, HookType.BEFORE)
-    HookRegistry.register(retraction.ABORT, hooks.before_abort, HookType.BEFORE)
-    HookRegistry.register(REPLY_VERSIONS, LogprobHook().before_versions, HookType.BEFORE)
     _place_turn_hooks(HookRegistry, HookType, hooks)
+    HookRegistry.register(REPLY_VERSIONS, LogprobHook().before_versions, HookType.BEFORE)
     if checkpoints.enabled:
         HookRegistry.register(BEGINNING, checkpoints.begin, HookType.BEFORE)
         HookRegistry.register(WEIGHTS, checkpoints.around_weights, HookType.AROUND)
@@ -148,6 +147,7 @@ def _place_turn_hooks(registry: Any, kinds: Any, hooks: SchedulerPlugin) -> None
         registry.register(ADMISSION, hooks.around_request, kinds.AROUND)
     else:
         registry.register(ADMISSION, hooks.before_request, kinds.BEFORE)
+    registry.register(retraction.ABORT, hooks.before_abort, kinds.BEFORE)
     if hooks.adapters > 1:
         labels = OwnLabels(hooks.label_of)
         registry.register(STREAM_ACCEPT, labels.around_accept, kinds.AROUND)
