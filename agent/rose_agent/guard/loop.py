@@ -475,8 +475,9 @@ class Guard:
         slot.slowdown = outcomes.experience.slowdown
         slot.step(verdict, now_ns, granted=self._granted(slot), arrival_ns=arrival_ns)
         slot.totals.note_replica(outcomes.counters.finished, outcomes.counters.exposed)
-        if replica.served_tokens is not None:
-            slot.totals.note_served(*replica.served_tokens)
+        served = replica.served_tokens
+        if served is not None:
+            slot.totals.note_served(*served)
         for after_ns, chunk_divisor, had_turns in slot.take_stops():
             if not self.groups.takes_stop(replica.pod.uid, after_ns):
                 outcomes.note_stop(after_ns, chunk_divisor, had_turns=had_turns)
