@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers  # names are taken from it where they are used: models are slow to import
 
 from examples.grpo.errors import ModelMismatch
 from examples.grpo.rollouts import Group, Trajectory
@@ -107,6 +106,8 @@ class Policy:
     """
 
     def __init__(self, folder: Path, *, learning_rate: float, truncation: float = 2.0) -> None:
+        import transformers  # noqa: PLC0415  # slow to import, and tests read this module without it
+
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._check_vocabulary(folder)

@@ -9,7 +9,6 @@ from typing import Any
 import aiohttp
 import numpy as np
 import torch
-import transformers
 
 from rose_core.adapters import TARGETS
 from rose_core.delta.safetensors import StoredTensor
@@ -23,6 +22,8 @@ _WORDS = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 
 def make_base(into: Path) -> Path:
     """The tiny model with 32 bits a weight, so that merging rounds nothing that is seen."""
+    import transformers  # noqa: PLC0415  # two seconds, which each worker of a lane would spend
+
     bits16, found = make_named("tiny"), into / "tiny32"
     model = transformers.AutoModelForCausalLM.from_pretrained(bits16, dtype=torch.float32)
     shutil.copytree(bits16, found)
@@ -32,7 +33,8 @@ def make_base(into: Path) -> Path:
 
 def trained(folder: Path, seed: int, **settings: Any) -> Any:  # noqa: ANN401  # of PEFT
     """A model of PEFT whose adapter is not nothing."""
-    import peft  # noqa: PLC0415  # seconds, which each worker of a lane would spend
+    import peft  # noqa: PLC0415  # as slow
+    import transformers  # noqa: PLC0415
 
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = peft.LoraConfig(r=RANK, lora_alpha=6, target_modules=list(TARGETS), **settings)

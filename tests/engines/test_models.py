@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from rose_dev.models import RECIPES, make_model, make_named, successors
 
@@ -21,6 +20,8 @@ def test_the_same_recipe_makes_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tiny", "tiny-tied"])
 def test_transformers_loads_a_made_model_whose_tokens_are_bytes(tmp_path: Path, name: str) -> None:
     folder = make_named(name, tmp_path)
+    import transformers  # noqa: PLC0415  # seconds, which each worker of a lane would spend
+
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert 300_000 < sum(p.numel() for p in model.parameters()) < 400_000
@@ -33,6 +34,8 @@ def test_transformers_loads_a_made_model_whose_tokens_are_bytes(tmp_path: Path, 
 
 @pytest.mark.parametrize("name", ["tiny-peaked", "mid-peaked"])
 def test_peaked_models_have_clear_gaps(tmp_path: Path, name: str) -> None:
+    import transformers  # noqa: PLC0415  # as above
+
     model = transformers.AutoModelForCausalLM.from_pretrained(
         make_named(name, tmp_path), dtype=torch.float32
     )

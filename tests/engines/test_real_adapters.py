@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from rose_core.adapters import BASE, SCALE, TARGETS
 from rose_core.delta.safetensors import StoredTensor
@@ -60,6 +59,8 @@ async def control(engine: RealEngine) -> AsyncIterator[ControlClient]:
 async def test_versions_come_and_go_as_the_merged_models_and_the_base_stays(
     engine: RealEngine, control: ControlClient, folder: Path, tmp_path: Path
 ) -> None:
+    import transformers  # noqa: PLC0415  # two seconds, which each worker of a lane would spend
+
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     wanted = logprobs(base, PROMPT)
     assert np.abs(await logprobs_of(engine, PROMPT) - wanted).max() < 1e-3

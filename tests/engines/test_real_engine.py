@@ -18,7 +18,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import transformers
 
 from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
@@ -141,6 +140,8 @@ def cycle(recipe_successors: list[int], last: int, count: int) -> list[int]:
 
 def reference(model: Path, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
     """Log-probs of every token but the first, by transformers in 32 bits."""
+    import transformers  # noqa: PLC0415  # two seconds, which each worker of a lane would spend
+
     made = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         logits = made(torch.tensor([list(ids)])).logits[0, :-1] / temperature

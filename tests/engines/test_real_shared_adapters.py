@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from rose_core.adapters import BASE, SCALE, TARGETS
 from rose_core.delta.safetensors import StoredTensor
@@ -202,6 +201,8 @@ async def test_a_run_goes_and_another_comes_while_the_others_run(
     shared.check(gone, ended)
     assert {span.version for span in ended.spans} == {str(shared.versions[gone])}
     assert await refused(shared.engine, str(shared.versions[gone]))
+    import transformers  # noqa: PLC0415  # two seconds, which each worker of a lane would spend
+
     base = transformers.AutoModelForCausalLM.from_pretrained(shared.folder, dtype=torch.float32)
     await control.bind("run-new")
     alone = await turn(shared.engine, "run-new@0.0")

@@ -15,7 +15,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from rose_dev.models import make_named
 from rose_trainer.adapters import areal as adapter
@@ -25,6 +24,7 @@ from tests.trainer.trl_parts import CHAT
 
 WHY = "AReaL is not installed; make areal"
 pytest.importorskip("areal.engine.sglang_remote", reason=WHY)
+transformers: Any = pytest.importorskip("transformers", reason=WHY)
 API: Any = importlib.import_module("areal.api.cli_args")
 REMOTE: Any = importlib.import_module("areal.engine.sglang_remote")
 EXECUTOR: Any = importlib.import_module("areal.infra.workflow_executor")
@@ -51,7 +51,7 @@ def wrong(*_: object, **__: object) -> float:
 
 @pytest.fixture
 def tokenizer() -> Tokenizer:
-    made: Any = AutoTokenizer.from_pretrained(str(make_named("tiny")))
+    made: Any = transformers.AutoTokenizer.from_pretrained(str(make_named("tiny")))
     made.chat_template = CHAT
     return made
 

@@ -20,7 +20,6 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-import transformers
 
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
@@ -52,6 +51,8 @@ def mixture(folder: Path) -> Path:
     """A tiny Qwen 3 mixture with random weights, and the tokenizer of another tiny model."""
     other = make_named("tiny-peaked")
     torch.manual_seed(0)
+    import transformers  # noqa: PLC0415  # two seconds, which each worker of a lane would spend
+
     made = transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(
             vocab_size=json.loads((other / "config.json").read_text())["vocab_size"],

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from rose_dev.models import make_named
 from rose_trainer.adapters.trl import WeightTransfer
@@ -30,6 +29,7 @@ WHY = "TRL is not installed; make trl"
 pytest.importorskip("trl", minversion="1.16", reason=WHY)
 async_grpo: Any = pytest.importorskip("trl.experimental.async_grpo", reason=WHY)
 trl_hooks: Any = pytest.importorskip("rose_trainer.adapters.trl_hooks", reason=WHY)
+transformers: Any = pytest.importorskip("transformers", reason=WHY)
 datasets: Any = pytest.importorskip("datasets", reason=WHY)
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow, pytest.mark.timeout(580)]
@@ -42,7 +42,7 @@ Make = Callable[..., AbstractAsyncContextManager[Stage]]
 
 def trainer_of(url: str, transfer: WeightTransfer, folder: Path) -> Any:  # noqa: ANN401  # TRL's
     model = str(make_named("tiny"))
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = CHAT
     tokenizer.response_template = ANSWER
     config = async_grpo.AsyncGRPOConfig(

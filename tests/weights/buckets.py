@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from obstore.store import MemoryStore
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -23,6 +22,11 @@ class _Quiet(WSGIRequestHandler):
 @contextmanager
 def s3_server() -> Iterator[str]:
     """Serve S3; yields the endpoint. One request at a time, so that its compare-and-swap is one."""
+    from moto.moto_server.werkzeug_app import (  # noqa: PLC0415  # most tests of weights use none
+        DomainDispatcherApplication,
+        create_backend_app,
+    )
+
     app = DomainDispatcherApplication(create_backend_app)
     server = make_server("127.0.0.1", 0, app, threaded=False, request_handler=_Quiet)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
