@@ -19,6 +19,7 @@ from rose_agent.tap import frames
 from rose_core.devices.memory import MemorySum
 from rose_core.guard.gate import GateLimits
 from rose_core.identity import PodUid
+from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import (
     Arrived,
     Ended,
@@ -30,7 +31,7 @@ from rose_core.telemetry.events import (
     TapEvent,
 )
 from rose_core.telemetry.signal import SignalLimits
-from rose_core.wire.sync import PoolPolicy, SyncReply
+from rose_core.wire.sync import PoolPolicy, SignalSource, SyncReply
 from rose_engines.node.permit import Permit
 from tests.agent.test_guard import GRANT, KEY, guard, health, is_open
 
@@ -129,6 +130,26 @@ async def test_memory_kept_back_for_a_slot_is_in_what_its_guard_reports(guard: P
     assert after is not None
     assert after.lent_milliseconds - before.lent_milliseconds == 4000
     assert after.reserved_milliseconds - before.reserved_milliseconds == 1000, "a quarter of it"
+
+
+async def test_tokens_that_serving_had_beside_a_slot_are_in_what_its_guard_reports(
+    guard: Parts,
+) -> None:
+    made, _ = guard
+    replica, slot = made.replicas[POD], made.slots[KEY.uid]
+
+    def counted(read: int | None, written: int | None) -> tuple[int, int]:
+        page = Figures(0, 0, input_tokens=read, output_tokens=written)
+        replica.note_figures(SignalSource.METRICS, page, time.monotonic_ns())
+        made.step_all()
+        found = slot_report(slot)
+        assert found is not None
+        return found.serving_input_tokens, found.serving_output_tokens
+
+    assert counted(9000, 700) == (0, 0), "from before the slot"
+    assert counted(9600, 740) == (600, 40)
+    assert counted(None, 745) == (600, 40), "a page that does not say it counts nothing"
+    assert counted(9700, 750) == (700, 50)
 
 
 async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> None:

@@ -4,16 +4,20 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from rose_core.api.poolstatus import MOST_NODES
 from rose_core.api.rolloutlease import MOST_ROUTERS, Totals
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.routing import DemandNote
 from rose_core.wire.sync import SlotReport, SlotState, SyncRequest
+from rose_operator.metrics import REGISTRY
 from rose_operator.plan.cluster_state import ClusterState
 from rose_operator.plan.telemetry import NodeTelemetry
 from rose_operator.status.accounting import pool_totals, totals
 from tests.api import objects
+from tests.operator.bench import Bench
 from tests.operator.stub_agent import replica
 
 
@@ -193,3 +197,33 @@ def test_counts_that_no_status_can_hold_end_no_pass() -> None:
     lease = _after(RolloutLease.model_validate(objects.LEASE), 100, 50, 7)
     assert _after(lease, -5, -5, -5).status.totals.lent_milliseconds == 100
     assert _after(lease, 2**60, 2**60, 7).status.totals.lent_milliseconds == 2**53
+
+
+@pytest.mark.parametrize("revenue", [True, False])
+async def test_what_late_requests_earn_is_exported_where_their_pool_says_it(
+    *, revenue: bool
+) -> None:
+    bench = Bench()
+    earns = {"spec.revenue": {"perMillionOutputTokensMicros": 2_000_000}}
+    bench.pool(**(earns if revenue else {}))
+    name = f"earns-{revenue}".lower()  # series are the process's own, and this test's
+    bench.lease(name)
+    bench.report()
+    await bench.turn(2)
+    (raw, *_) = bench.slots()
+    met = SlotReport(
+        SlotKey(raw["metadata"]["uid"], raw["metadata"]["generation"]),
+        SlotState.RUNNING,
+        version="grpo@1.0",
+        serving_requests=1000,
+        slo_violations=3,
+        serving_output_tokens=500_000,
+    )
+    replicas = (replica("default/chat", "a"), replica("default/chat", "b", kv=300))
+    for _ in range(8):  # totals are shown once every few seconds
+        bench.now += 1
+        bench.telemetry.record(SyncRequest("n1", "t", 0, replicas, (met,)), bench.now)
+        await bench.turn()
+    found = REGISTRY.get_sample_value("rose_lease_late_revenue", {"lease": f"default/{name}"})
+    # Half a million tokens at 2 are 1, by 1,000 requests, of which three are late.
+    assert found == (pytest.approx(0.003) if revenue else None)
