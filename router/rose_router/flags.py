@@ -116,7 +116,8 @@ def _about_callers(add: Add, defaults: Settings) -> None:
     add("--body-seconds", type=amount, default=limits.body_seconds,
         help="a body that is not whole by then is answered with 408")  # fmt: skip
     add("--write-seconds", type=amount, default=limits.write_seconds,
-        help="a caller that does not read an event by then is taken for gone")  # fmt: skip
+        help="a caller that does not read its answer is taken for gone by then; a second more for "
+        "every 64 KiB that it has not read")  # fmt: skip
 
 
 def _about_owners(add: Add) -> None:

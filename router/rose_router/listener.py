@@ -9,8 +9,9 @@
 | sends no whole request head in time | 408, closed |
 | sends its body slower than ``body_seconds`` allow | 408 |
 | sends either in crumbs | is heard less often (``slow_senders``) |
-| reads its stream slower than ``write_seconds`` per event allow | is taken for gone |
-| reads a whole answer slower than that and 64 KiB a second | the same |
+| does not read its answer, whichever route's, for ``write_seconds`` | is taken for gone |
+| has more than 64 KiB of it unread, and reads slower than that a second from then on | the same |
+| has left something unread for as long since its answer | makes room for another |
 | sends a head or a body above the limits | 431 or 400, 413 |
 
 TLS is the listener's: a folder with ``tls.crt`` and ``tls.key``, looked at again for every new
@@ -57,6 +58,9 @@ when the handler has ended."""
 _HEAD_SECONDS = 1.0
 """At the end, for who has dialled: his request is on its way."""
 _LOOK_AGAIN_SECONDS = 0.02
+LEAST_RATE = 1 << 16
+"""Bytes of a second that a caller reads at least, once its ``write_seconds`` are over: transports
+hold as much before they ask whoever writes to wait, so a stream's caller must read no less."""
 _FAREWELL_SECONDS = 1.0
 """For a last word: who takes neither it nor the end of TLS would stay, uncounted, for 30 s."""
 
@@ -96,7 +100,8 @@ class ConnectionLimits:
         connections: open at one time.
         head_seconds: until the first whole request head.
         body_seconds: until a body is whole, without the time for which its sender was held back.
-        write_seconds: until a caller has read enough to take the next event.
+        write_seconds: until a caller that is behind has read enough to take the next piece of its
+            answer; a second more for every ``LEAST_RATE`` bytes that it has not read.
         patience_seconds: for which a head or body is heard at every arrival, where nobody knows how
             much of it is missing.
     """
@@ -128,6 +133,7 @@ class LimitedConnection(asyncio.Protocol):
         whole: the same, where it tells whole requests from others.
         refused: there was no room for it, which it is told.
         sender: what is coming from it, once it has sent a byte.
+        behind: ends it; while what it was sent lies unread and whoever writes has to wait.
     """
 
     make: MakeProtocol
@@ -140,6 +146,7 @@ class LimitedConnection(asyncio.Protocol):
     whole: AnswersWhole | None = None
     refused: bool = False
     sender: Sender | None = None
+    behind: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It speaks."""
@@ -171,19 +178,36 @@ class LimitedConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The caller is gone."""
+        self._note_read()
         self.doors.leave(self)
         if self.inner is not None:
             self.inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
         """The caller reads too slowly."""
+        if self.transport is not None and self.behind is None:
+            unread = self.transport.get_write_buffer_size()
+            self.behind = asyncio.get_running_loop().call_later(
+                self.doors.seconds_to_read(unread), self._end_unread
+            )
         if self.inner is not None:
             self.inner.pause_writing()
 
     def resume_writing(self) -> None:
         """It has caught up."""
+        self._note_read()
         if self.inner is not None:
             self.inner.resume_writing()
+
+    def _note_read(self) -> None:
+        if self.behind is not None:
+            self.behind.cancel()
+            self.behind = None
+
+    def _end_unread(self) -> None:
+        """Who waits for it to read is told that it has gone."""
+        metrics.UNREAD.inc()
+        self.abort()
 
     def end_late(self) -> None:
         """End it, since no head came; it is told so if it has begun one."""
@@ -252,12 +276,19 @@ class ConnectionLimiter:
         self._headless[door] = None
         return True
 
+    def seconds_to_read(self, unread: int) -> float:
+        """Until a caller that is so many bytes behind must have read them."""
+        return self._limits.write_seconds + unread / LEAST_RATE
+
     def _longest_idle(self) -> LimitedConnection | None:
         """A connection is kept for an hour after an answer, and anybody may ask for one."""
         due = self.clock - _IDLE_SECONDS
         answered = itertools.takewhile(lambda door: self._answered[door] < due, self._answered)
         for door in itertools.islice(answered, _AT_ONCE):
-            if door.transport is not None and not door.transport.get_write_buffer_size():
+            if door.transport is None:
+                continue
+            unread = door.transport.get_write_buffer_size()
+            if not unread or self._answered[door] < self.clock - self.seconds_to_read(unread):
                 return door
         return None
 

@@ -206,6 +206,11 @@ SLOW_SENDERS = Gauge(
     "Callers whose head or chunks come in crumbs, and who are heard in turns.",
     registry=REGISTRY,
 )
+UNREAD = Counter(
+    "rose_router_unread_answers",
+    "Connections ended because their caller did not read its answer.",
+    registry=REGISTRY,
+)
 QUEUE_SECONDS = Seconds(
     "rose_router_queue_seconds", "Time a turn waited for an engine, each time it needed one."
 )

@@ -189,9 +189,25 @@ def test_the_least_recently_used_session_is_forgotten_whole() -> None:
     for session in ("a", "b", "c", "d", "e"):
         harness.turn([user(session)], assistant(session), session=session)
     assert harness.tree.forgotten == 1
-    assert harness.tree.rows(("job", "a")) == []
+    assert not harness.tree.rows(("job", "a"))
     assert harness.tree.find("job", ROOT, [user("a"), assistant("a"), user("x")]).node is None
     assert len(harness.tree) == 4
+
+
+def test_rows_are_those_of_the_moment_in_which_they_were_asked_for() -> None:
+    """They are written while their caller reads, and the session goes on meanwhile."""
+    harness = Harness(MessageTree(most_tokens=40))
+    harness.turn([user("a")], assistant("a"), session="a")
+    harness.turn([user("b")], assistant("b"), session="a")
+    asked = harness.tree.rows(("job", "a"))
+    before = [row.ids for row in asked]
+    harness.turn([user("a"), assistant("a"), user("on")], assistant("c"), session="a")
+    assert [row.ids for row in asked] == before
+    for session in ("b", "c", "d", "e", "f"):
+        harness.turn([user(session)], assistant(session), session=session)
+    assert not harness.tree.rows(("job", "a")), "it was forgotten"
+    assert [row.ids for row in asked] == before
+    assert (len(asked), asked.most_tokens) == (2, max(map(len, before)))
 
 
 def test_a_session_that_takes_too_much_is_forgotten_and_not_its_neighbours() -> None:
@@ -341,7 +357,7 @@ def test_a_forks_inherited_turns_stay_so_when_it_comes_back_to_a_tree_that_knows
     child = "job", "child"
 
     def saved(session: tuple[str, str]) -> bytes:
-        last = tree.last_before(session, tree.rows(session)[0].ids)
+        last = tree.last_before(session, next(iter(tree.rows(session))).ids)
         assert last is not None
         return saved_turns.to_bytes(tree.turns(last), tree.roots(session))
 
@@ -351,7 +367,7 @@ def test_a_forks_inherited_turns_stay_so_when_it_comes_back_to_a_tree_that_knows
         # Saved once more, as where a router gives it to its replicas.
         turns, roots = saved_turns.of_bytes(saved_turns.to_bytes(turns, roots))
         other.adopt(session, turns, roots, inherited=False)
-        return list(other.rows(session)[0].mask)
+        return list(next(iter(other.rows(session))).mask)
 
     of_parent = saved(OWNER)
     assert restored(of_parent, OWNER) == list(parent.mask) == [0, 0, 0, 1, 1]

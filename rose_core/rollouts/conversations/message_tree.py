@@ -207,6 +207,34 @@ class TrainingRow:
     routing: Routing | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SessionRows(Iterable[TrainingRow]):
+    """The rows of a session as it was, each put together when it is its turn.
+
+    Attributes:
+        last: the conversations' last turns, in the order in which those ended.
+    """
+
+    last: tuple[TurnNode, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.last)
+
+    def __iter__(self) -> Iterator[TrainingRow]:
+        seen: set[int] = set()
+        return (_row(node, seen) for node in self.last)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of the longest row."""
+        return max((node.total for node in self.last), default=0)
+
+    @property
+    def most_routed(self) -> int:
+        """Bytes of experts of the row that has most of them, at most."""
+        return max((_routed(node) for node in self.last), default=0)
+
+
 @dataclass(slots=True)
 class _Session:
     """Turns of a session, in the order in which they ended.
@@ -371,13 +399,11 @@ class MessageTree:
         self._make_room(owner)
         return node
 
-    def rows(self, owner: Owner) -> list[TrainingRow]:
+    def rows(self, owner: Owner) -> SessionRows:
         """A row for each last turn of the session, in the order in which those ended."""
         session = self._sessions.get(owner)
-        if session is None:
-            return []
-        seen: set[int] = set()
-        return [_row(node, seen) for node in session.nodes if not node.children]
+        nodes = session.nodes if session is not None else ()
+        return SessionRows(tuple(node for node in nodes if not node.children))
 
     def last_before(self, owner: Owner, ids: Sequence[int]) -> TurnNode | None:
         """The last turn of a session whose ids, to its end, are a beginning of those given."""
@@ -624,6 +650,11 @@ def _row(last: TurnNode, seen: set[int]) -> TrainingRow:
         )
     known = routing is not None and routing.begins == 0 and routing.ends == len(ids) - 1
     return TrainingRow(ids, mask, logprobs, tuple(spans), tuple(turns), routing if known else None)
+
+
+def _routed(last: TurnNode) -> int:
+    known = (node.routing for node in _upwards(last))
+    return sum(len(one.rows) for one in known if one is not None)
 
 
 def _joined(before: Routing | None, after: Routing | None) -> Routing | None:

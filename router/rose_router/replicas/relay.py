@@ -4,6 +4,7 @@
 |---|---|
 | before its answer is whole, or before the first byte of a stream | the turn from another replica |
 | in the middle of a stream | an event ``{"error": ...}`` of code 503, then a cut connection |
+| in the middle of what comes in pieces otherwise (rows of a session) | a cut connection |
 
 This replica's own end before the answer is a 503, and in the middle of a stream such an event.
 
@@ -67,7 +68,7 @@ async def pass_on(
                     peers.mark_lost(peer)
                     return None
                 kept = _kept(reply.headers)
-                if reply.content_type != "text/event-stream":
+                if reply.content_length is not None:  # else it comes in pieces
                     whole = await reply.read()
                     return web.Response(status=reply.status, headers=kept, body=whole)
                 first = await reply.content.readany()
@@ -132,6 +133,9 @@ async def _next(reply: aiohttp.ClientResponse, peer: Peer, peers: Peers) -> byte
 
 async def _cut(request: web.Request, response: web.StreamResponse, error: RouterError) -> None:
     """Say why and close: without its end the stream cannot be taken for a whole one."""
+    if response.content_type != "text/event-stream":
+        _abort(request)  # an event would stand in the middle of something else
+        return
     failure = {
         "message": str(error),
         "type": error.reason,

@@ -12,6 +12,10 @@ those stands the second limit, on what the process really holds.
 | does not fit beside the others now | 503 with ``Retry-After`` |
 | is large, while large ones hold ``LARGE_PART`` | the same: a last part is for small ones |
 | comes while the process holds more than ``_FULL`` of its memory | the same |
+| is answered with a long page, which does not fit beside the others | the same |
+
+Such a page (state, metrics: what no turn has sampled) is counted until its caller has read it. What
+turns have sampled is never refused for its length.
 
 Next step: ``app`` puts ``middleware`` before every route; ``routes.turns`` says what turns hold.
 """
@@ -43,11 +47,15 @@ from rose_router.errors import Overloaded, TooLarge
 from rose_router.http.admission.bodies import MOST_HISTORY, known_length, too_long
 from rose_router.turns.request import TurnRequest
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 BATCH_PATHS = ("/v1/files", "/v1/batches")
 """What is passed on as it comes, and so takes none of this memory."""
 _SMALL_PART = 1 / 32
 """Of what requests may take: one that takes less is small. Of 1 GiB that is 1.4 MB of JSON."""
 _FULL = 0.85
+_LONG_ANSWER = 1 << 16
+"""Bytes: as much a connection may hold of what its caller has not read, whatever it is."""
 _LOOK_SECONDS = 0.1
 _UNLIMITED = 1 << 60
 DEFAULT_BYTES = 2 << 30
@@ -192,15 +200,15 @@ def held_by(turns: Sequence[TurnRequest]) -> int:
 
 
 def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
-    """Gives every request with a body room for it before it is read."""
+    """Gives every request with a body room for it before it is read, and long pages theirs."""
 
     @web.middleware
-    async def check(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         path = request.path
-        if not request.body_exists or path.startswith(BATCH_PATHS):
+        if path.startswith(BATCH_PATHS):
             return await handler(request)  # what is passed on in pieces is never held
+        if not request.body_exists:
+            return await _page(memory, request, handler)
         length, most = known_length(request), most_body
         if path in CONVERSATIONS:
             most = min(most, MOST_HISTORY)
@@ -217,3 +225,20 @@ def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
             room.give_back()
 
     return check
+
+
+async def _page(
+    memory: MemoryLimiter, request: web.Request, handler: Handler
+) -> web.StreamResponse:
+    """Answer a request without a body; a long answer is counted until its caller has read it."""
+    room = request[ROOM] = MemoryReservation(memory)
+    try:
+        response = await handler(request)
+        if isinstance(response, web.Response) and (response.content_length or 0) > _LONG_ANSWER:
+            room.resize(response.content_length or 0)
+            with contextlib.suppress(ConnectionResetError):  # of which aiohttp hears, too
+                await response.prepare(request)
+                await response.write_eof()
+        return response
+    finally:
+        room.give_back()

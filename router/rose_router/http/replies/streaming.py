@@ -116,7 +116,6 @@ class Stream:
         request: the caller's.
         turn: what is streamed.
         events: its events, from its first token on or once it is over.
-        write_seconds: until the caller must have taken an event.
         framing: how they are written.
     """
 
@@ -125,14 +124,12 @@ class Stream:
         request: web.Request,
         turn: Turn,
         events: Events,
-        write_seconds: float,
         framing: Framing = PLAIN,
     ) -> None:
         self._request = request
         self._turn = turn
         self._events = events
         self._framing = framing
-        self._write_seconds = write_seconds
         self._reply = _EventReply(request)
         self._socket = _plain_socket(request.transport)
 
@@ -152,11 +149,11 @@ class Stream:
         return self._reply.open or self._reply.ended
 
     async def run(self) -> web.StreamResponse:
-        """Write until the turn is over; a caller that hangs up or does not read is cut off."""
+        """Write until the turn is over; of a caller that does not read the connection ends."""
         try:
             self._reply.answer(self._request)
             await self._write()
-        except (ConnectionResetError, TimeoutError):
+        except ConnectionResetError:
             self._cut_off()  # its turn ends with the request
         except Exception:  # whatever it was: a stream that has begun takes no error page
             self._cut_off_begun()
@@ -219,8 +216,7 @@ class Stream:
     async def _wait_taken(self) -> None:
         """Wait until the caller has taken enough of what was written."""
         if self._request.protocol.writing_paused:
-            async with asyncio.timeout(self._write_seconds):
-                await self._request.writer.drain()
+            await self._request.writer.drain()
 
 
 class MergedStream:
@@ -229,7 +225,6 @@ class MergedStream:
     Args:
         request: the caller's.
         voices: turns, and the events of each.
-        write_seconds: until the caller must have taken an event.
         last: what follows when all are over.
     """
 
@@ -237,11 +232,9 @@ class MergedStream:
         self,
         request: web.Request,
         voices: Sequence[tuple[Turn, Events]],
-        write_seconds: float,
         last: Callable[[], list[object]],
     ) -> None:
         self._request, self._voices, self._last = request, voices, last
-        self._write_seconds = write_seconds
         self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         self._turn_to_write = asyncio.Lock()
 
@@ -254,7 +247,7 @@ class MergedStream:
                     group.create_task(self._speak(turn, events))
             rest = b"".join(map(_line, self._last()))
             await self._response.write_eof(rest + PLAIN.end)
-        except* (ConnectionResetError, TimeoutError):
+        except* ConnectionResetError:
             if self._request.transport is not None:
                 self._request.transport.abort()
         return self._response
@@ -268,7 +261,7 @@ class MergedStream:
             await self._write(_line(event))
 
     async def _write(self, line: bytes) -> None:
-        async with self._turn_to_write, asyncio.timeout(self._write_seconds):
+        async with self._turn_to_write:
             await self._response.write(line)
 
 

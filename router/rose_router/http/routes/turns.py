@@ -82,7 +82,6 @@ class TurnHandlers:
         stored: StoredResponses,
     ) -> None:
         self._service = service
-        self._write_seconds = service.settings.limits.write_seconds
         self._model_tokenizer = model_tokenizer
         self._readers = ThreadPoolExecutor(_READERS, "bodies")
         self._tree = tree
@@ -415,7 +414,7 @@ class TurnHandlers:
         framing: Framing = PLAIN,
     ) -> web.StreamResponse:
         # The status is decided by the first thing there is to say.
-        stream = Stream(request, turn, events(turn), self._write_seconds, framing)
+        stream = Stream(request, turn, events(turn), framing)
         if not await stream.wait_begun():
             _raise_if_all_failed([turn])
         return await stream.run()
@@ -433,11 +432,11 @@ class TurnHandlers:
             return await self._stream(request, turn, lambda _: _with_last_event(events, counted))
         await _wait_any_begun(turns)
         _raise_if_all_failed(turns)
-        last, limit = [counted] if counted is not None else [], self._write_seconds
-        return await MergedStream(request, voices, limit, lambda: [one() for one in last]).run()
+        last = [counted] if counted is not None else []
+        return await MergedStream(request, voices, lambda: [one() for one in last]).run()
 
     def _json(self, body: object) -> JsonReply:
-        return JsonReply(_encode(body), self._write_seconds)
+        return JsonReply(_encode(body))
 
     def _names(self, body: Mapping[str, Any]) -> TokenNames:
         by_id = bool(body.get("return_tokens_as_token_ids"))
