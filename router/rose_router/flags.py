@@ -117,7 +117,7 @@ def _about_callers(add: Add, defaults: Settings) -> None:
         help="a body that is not whole by then is answered with 408")  # fmt: skip
     add("--write-seconds", type=amount, default=limits.write_seconds,
         help="a caller that does not read its answer is taken for gone by then; a second more for "
-        "every 64 KiB that it has not read")  # fmt: skip
+        "every 64 KiB that it has not read by then")  # fmt: skip
 
 
 def _about_owners(add: Add) -> None:

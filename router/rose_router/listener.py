@@ -10,7 +10,7 @@
 | sends its body slower than ``body_seconds`` allow | 408 |
 | sends either in crumbs | is heard less often (``slow_senders``) |
 | does not read its answer, whichever route's, for ``write_seconds`` | is taken for gone |
-| has more than 64 KiB of it unread, and reads slower than that a second from then on | the same |
+| from then on reads less than 64 KiB a second of what it is behind | the same |
 | has left something unread for as long since its answer | makes room for another |
 | sends a head or a body above the limits | 431 or 400, 413 |
 
@@ -36,6 +36,7 @@ from typing import Protocol, cast, runtime_checkable
 from rose_core.rollouts.capacity.router_size import MOST_CONNECTIONS
 from rose_router import metrics
 from rose_router.slow_senders import IncomingBody, Sender, SlowSenders, last_seconds
+from rose_router.tls_layer import TlsLayer
 from rose_wire import tls
 from rose_wire.tls import CERTIFICATE, KEY
 
@@ -101,7 +102,7 @@ class ConnectionLimits:
         head_seconds: until the first whole request head.
         body_seconds: until a body is whole, without the time for which its sender was held back.
         write_seconds: until a caller that is behind has read enough to take the next piece of its
-            answer; a second more for every ``LEAST_RATE`` bytes that it has not read.
+            answer; a second more for every ``LEAST_RATE`` bytes that it has not read by then.
         patience_seconds: for which a head or body is heard at every arrival, where nobody knows how
             much of it is missing.
     """
@@ -185,11 +186,9 @@ class LimitedConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The caller reads too slowly."""
-        if self.transport is not None and self.behind is None:
-            unread = self.transport.get_write_buffer_size()
-            self.behind = asyncio.get_running_loop().call_later(
-                self.doors.seconds_to_read(unread), self._end_unread
-            )
+        if self.behind is None:
+            loop = asyncio.get_running_loop()
+            self.behind = loop.call_later(self.doors.write_seconds, self._look_unread)
         if self.inner is not None:
             self.inner.pause_writing()
 
@@ -203,6 +202,11 @@ class LimitedConnection(asyncio.Protocol):
         if self.behind is not None:
             self.behind.cancel()
             self.behind = None
+
+    def _look_unread(self) -> None:
+        if self.transport is not None:
+            more = self.transport.get_write_buffer_size() / LEAST_RATE
+            self.behind = asyncio.get_running_loop().call_later(more, self._end_unread)
 
     def _end_unread(self) -> None:
         """Who waits for it to read is told that it has gone."""
@@ -276,9 +280,10 @@ class ConnectionLimiter:
         self._headless[door] = None
         return True
 
-    def seconds_to_read(self, unread: int) -> float:
-        """Until a caller that is so many bytes behind must have read them."""
-        return self._limits.write_seconds + unread / LEAST_RATE
+    @property
+    def write_seconds(self) -> float:
+        """See ``ConnectionLimits``."""
+        return self._limits.write_seconds
 
     def _longest_idle(self) -> LimitedConnection | None:
         """A connection is kept for an hour after an answer, and anybody may ask for one."""
@@ -287,8 +292,8 @@ class ConnectionLimiter:
         for door in itertools.islice(answered, _AT_ONCE):
             if door.transport is None:
                 continue
-            unread = door.transport.get_write_buffer_size()
-            if not unread or self._answered[door] < self.clock - self.seconds_to_read(unread):
+            late = self._answered[door] < self.clock - self._limits.write_seconds
+            if late or not door.transport.get_write_buffer_size():
                 return door
         return None
 
@@ -510,12 +515,17 @@ class SilentConnections:
 
     async def _shake_hands(self, caller: socket.socket, door: LimitedConnection) -> None:
         with contextlib.suppress(OSError):  # no TLS, hung up, took too long
-            await self._loop.connect_accepted_socket(
-                lambda: door,
-                caller,
-                ssl=self._context,
-                ssl_handshake_timeout=_HANDSHAKE_SECONDS if self._context else None,
-            )
+            if self._context is None:
+                await self._loop.connect_accepted_socket(lambda: door, caller)
+                return
+            layer = TlsLayer(self._context, None, door)
+            transport, _ = await self._loop.connect_accepted_socket(lambda: layer, caller)
+            try:
+                async with asyncio.timeout(_HANDSHAKE_SECONDS):
+                    await layer.ready
+            except BaseException:  # also when cancelled, and raised again
+                transport.abort()
+                raise
 
 
 class Certificate:

@@ -7,11 +7,14 @@ import contextlib
 import math
 import random
 import socket
+import ssl
 from array import array
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 from aiohttp import web
 
 from rose_core.rollouts.conversations.message_tree import (
@@ -22,8 +25,10 @@ from rose_core.rollouts.conversations.message_tree import (
     TurnRange,
 )
 from rose_core.rollouts.transcripts.spans import TokenSpan
+from rose_dev.pki import Authority
 from rose_dev.waiting import until
 from rose_router import metrics
+from rose_router.config import Settings
 from rose_router.http.admission import memory
 from rose_router.http.admission.memory import MemoryLimiter
 from rose_router.http.routes import pages, rows
@@ -33,10 +38,10 @@ from rose_router.listener import (
     ConnectionLimits,
     LimitedConnection,
 )
+from rose_router.main import running
 from rose_router.slow_senders import Sender
 from tests.router.test_listener import Make
-
-pytestmark = pytest.mark.asyncio
+from tests.wire.test_tls import issue
 
 SECONDS = 60.0
 LONG = {"text": "x" * (16 << 20)}
@@ -85,7 +90,7 @@ async def test_a_caller_that_reads_nothing_has_longer_for_a_longer_answer() -> N
     await asyncio.sleep(SECONDS + 9)
     assert not transport.aborted
     await asyncio.sleep(2)
-    assert transport.aborted
+    assert transport.aborted, "it has read nothing"
     assert len(door.doors) == 0
 
 
@@ -175,6 +180,35 @@ async def test_many_short_answers_wait_no_longer(stage: Make) -> None:
         await asyncio.wait_for(asyncio.to_thread(ask_on, silent, path), 60)
         assert unread() == before + 1
         silent.close()
+
+
+async def cut_off(tls_dir: Path, trust: ssl.SSLContext) -> None:
+    before = unread()
+
+    def tls_caller(port: int) -> ssl.SSLSocket:
+        spoken = trust.wrap_socket(
+            socket.create_connection(("127.0.0.1", port)), server_hostname="localhost"
+        )
+        spoken.sendall(b"GET /turns HTTP/1.1\r\nHost: x\r\n\r\n")
+        return spoken
+
+    limits = ConnectionLimits(write_seconds=0.2)
+    async with running(Settings(lease="team/run", limits=limits, http_tls_dir=tls_dir)) as made:
+        silent = await asyncio.to_thread(tls_caller, made.http_port)
+        await until(lambda: unread() == before + 1)
+        silent.close()
+
+
+def test_who_does_not_read_by_tls_is_cut_off_in_the_loop_that_routers_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """uvloop's own TLS asks nobody to wait who has written one long answer."""
+    monkeypatch.setattr("rose_router.listener.LEAST_RATE", 1 << 40)
+    monkeypatch.setattr(pages, "turns_json", lambda _: LONG)
+    authority = Authority(tmp_path / "pki")
+    trust = ssl.create_default_context(cafile=str(authority.certificate))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(cut_off(issue(authority, tmp_path / "tls"), trust))
 
 
 def filled(tree: MessageTree, turns: int, tokens: int) -> None:

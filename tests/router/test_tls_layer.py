@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rose_router.engines.tls_layer import TlsLayer
+from rose_router.tls_layer import TlsLayer
 from tests.router.test_connections import own_tls
 
 
@@ -29,6 +31,9 @@ class Wire(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return len(self.sent)
 
     def close(self) -> None:
         self.closed = True
@@ -264,3 +269,106 @@ def test_layers_know_the_transports_below(tmp_path: Path) -> None:
         assert pair.layer.get_extra_info("socket") is None
 
     asyncio.run(run())
+
+
+# --- callers, who have dialled
+
+
+@dataclass
+class Caller:
+    """A pair the other way round."""
+
+    layer: TlsLayer
+    wire: Wire
+    above: Above
+    tls: ssl.SSLObject
+    incoming: ssl.MemoryBIO
+    outgoing: ssl.MemoryBIO
+
+    def said(self) -> bytes:
+        """What the layer has sent."""
+        self.incoming.write(taken(self.wire))
+        return self.tls.read(1 << 20)
+
+
+def called(context: ssl.SSLContext) -> Caller:
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = client().wrap_bio(incoming, outgoing, server_hostname="host")
+    wire, above = Wire(), Above()
+    layer = TlsLayer(context, None, above)
+    layer.connection_made(wire)
+    while not above.made:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            tls.do_handshake()
+        layer.data_received(outgoing.read())
+        incoming.write(taken(wire))
+    return Caller(layer, wire, above, tls, incoming, outgoing)
+
+
+async def test_a_request_of_many_records_is_handed_on_in_one_piece(
+    context: ssl.SSLContext,
+) -> None:
+    caller, sent = called(context), bytes(range(256)) * 400
+    for place in range(0, len(sent), 1 << 14):
+        caller.tls.write(sent[place : place + (1 << 14)])
+    caller.layer.data_received(caller.outgoing.read())
+    assert (caller.above.received, caller.above.pieces) == (sent, 1)
+    caller.layer.write(b"answer")
+    assert caller.said() == b"answer"
+    caller.layer.write_now(b"event")  # the wire has no socket
+    assert caller.said() == b"event"
+    caller.layer.writelines([b"a", bytearray(b"b")])
+    assert caller.said() == b"ab"
+
+
+async def test_who_says_that_nothing_follows_is_told_the_same(context: ssl.SSLContext) -> None:
+    caller = called(context)
+    with pytest.raises(ssl.SSLWantReadError):
+        caller.tls.unwrap()
+    caller.layer.data_received(caller.outgoing.read())
+    assert caller.wire.closed
+    caller.incoming.write(taken(caller.wire))
+    caller.tls.unwrap()
+
+
+async def test_who_closes_says_that_nothing_follows_and_sends_no_more(
+    context: ssl.SSLContext,
+) -> None:
+    caller = called(context)
+    caller.layer.write(b"last")
+    caller.layer.close()
+    assert caller.layer.is_closing()
+    caller.layer.close()
+    caller.incoming.write(taken(caller.wire))
+    assert caller.tls.read(10) == b"last"
+    assert caller.tls.read(10) == b""
+    caller.layer.write_now(b"more")
+    assert not taken(caller.wire)
+
+
+async def test_an_event_goes_past_the_transport_to_who_has_taken_all_before(
+    context: ssl.SSLContext,
+) -> None:
+    caller, (ours, theirs) = called(context), socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        caller.layer._socket = ours.fileno()
+        caller.layer.write_now(b"event")
+        assert not caller.wire.sent
+        caller.incoming.write(theirs.recv(1 << 16))
+        assert caller.tls.read(10) == b"event"
+        caller.layer.write_now(bytes(8 << 20))  # more than a socket takes
+        assert caller.wire.sent
+        received = 0
+        theirs.setblocking(False)
+        while received < 8 << 20:
+            try:
+                caller.incoming.write(theirs.recv(1 << 20))
+            except BlockingIOError:
+                caller.incoming.write(taken(caller.wire))
+            while True:
+                try:
+                    received += len(caller.tls.read(1 << 20))
+                except ssl.SSLWantReadError:
+                    break
+        assert received == 8 << 20

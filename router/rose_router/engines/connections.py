@@ -25,8 +25,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from rose_router.engines.tls_layer import TlsLayer
 from rose_router.errors import Unreachable
+from rose_router.tls_layer import TlsLayer
 
 # Idle connections end before SGLang's own server closes them (5 s).
 IDLE_SECONDS = 2.0

@@ -4,8 +4,8 @@ Nearly every event is written in the moment in which the turn holds its tokens, 
 from the engine: engines send the tokens of a whole batch at once, and an event that waited for
 another task's turn would wait for all the others of its batch. For the same reason it is given to
 the caller's socket and not to uvloop, which writes when everything that has come is read. Only what
-cannot go out at once (errors, encryption, a caller that has not taken what was written before) is
-left to the caller's task.
+cannot go out at once (errors, a caller that has not taken what was written before) is left to the
+caller's task.
 
 Next step: the events come from ``routes.turns`` and the modules named ``..._replies``.
 """
@@ -22,6 +22,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 
 from rose_router.http.replies.bare_reply import BareReply
+from rose_router.tls_layer import TlsLayer
 from rose_router.turns.turn import Turn
 
 # What a turn has to say, in a caller's dialect: what is new at every ``next``, and its last events
@@ -273,12 +274,15 @@ def _plain_socket(transport: asyncio.BaseTransport | None) -> int:
     return -1 if caller is None else int(caller.fileno())
 
 
-def _write_at_once(transport: asyncio.Transport, socket: int, data: bytes) -> None:
+def _write_at_once(transport: asyncio.Transport | TlsLayer, socket: int, data: bytes) -> None:
     """Write now to a caller that has taken all before.
 
     uvloop keeps what it is given until everything that has come is read: an event would wait for
     all the others of its batch to be dealt with.
     """
+    if isinstance(transport, TlsLayer):
+        transport.write_now(data)
+        return
     if socket >= 0:
         try:
             taken = os.write(socket, data)
