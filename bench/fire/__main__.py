@@ -136,7 +136,7 @@ async def _one(made: Lease, plan: Plan, chance: random.Random) -> Burnt:
     burnt.growth = made.resident_bytes() - memory
     totals = (await made.page("/turns"))["totals"]
     burnt.redone = totals["redone_tokens"]
-    if totals["turns"] != out.begun or totals["failed_turns"]:
+    if totals["turns"] != out.begun or totals["failed_turns"] != out.failed:
         burnt.wrong.append(f"{out.begun} turns were begun, the router ended {totals}")
     if made.vocabulary:
         burnt.wrong += await poisoned(made.http, made.url, made.secret, made.ended)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,6 +22,43 @@ MANNERS = {"waits": 79, "hangs up": 7, "aborts": 6, "asks twice": 6, "asks other
 PATHS = {"/generate": 6, "/v1/completions": 2, "/inference/v1/generate": 2}
 PROMPTS = 24
 MOST_TOKENS = 40
+
+
+_ENDED = re.compile(r"engines (.+?) ended while this turn ran on them")
+
+
+class Suspected(Exception):
+    """The router took a turn for what had ended its engines, and tried it no more.
+
+    Args:
+        message: the router's.
+        failed: the turn had no token, and its answer is an error.
+
+    Attributes:
+        engines: that ended, once for each time.
+    """
+
+    def __init__(self, message: str, *, failed: bool) -> None:
+        super().__init__(message)
+        found = _ENDED.search(message)
+        self.failed = failed
+        self.engines = found[1].split(", ") if found is not None else []
+
+
+def raise_if_suspected(reason: object, message: object, *, failed: bool) -> None:
+    """Tell such a refusal from all others.
+
+    Raises:
+        Suspected: it is one.
+    """
+    if reason == "EndsEngines":
+        raise Suspected(str(message), failed=failed)
+
+
+def _refused(status: int, raw: bytes) -> None:
+    if status == 422:
+        error = msgspec.json.decode(raw)
+        raise_if_suspected(error.get("type"), error.get("message"), failed=True)
 
 
 @dataclass(frozen=True)
@@ -93,6 +132,8 @@ class CallerOutcome:
 
     Attributes:
         begun: turns that the router must have counted, each once.
+        failed: turns that were taken for what ended their engines before they had a token; a router
+            cannot tell two kills from a turn that ends engines.
         ended: by manner and finish.
         wrong: complaints of the judge.
     """
@@ -100,6 +141,7 @@ class CallerOutcome:
     begun: int = 0
     tokens: int = 0
     moved: int = 0
+    failed: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
@@ -148,10 +190,21 @@ class Callers:
         if self._chance.random() < 0.6:
             body["session_id"] = f"s{number % 200}"
         self.outcome.begun += 1
+        since = time.monotonic()
         try:
             await self._asked(manner, path, body, prompt_of(number), most)
+        except Suspected as refusal:
+            self._judge(refusal, since)
         except (aiohttp.ClientError, TimeoutError, KeyError, ValueError) as error:
             self.outcome.wrong.append(f"turn {number} ({manner}): {type(error).__name__}: {error}")
+
+    def _judge(self, refusal: Suspected, since: float) -> None:
+        """A refusal is right only where all that ended its engines were kills of this run's."""
+        self.outcome.failed += refusal.failed
+        if self._lease.killed(refusal.engines, since):
+            self.outcome.ended["refused after two kills"] += 1
+        else:
+            self.outcome.wrong.append(f"nobody killed them: {refusal}")
 
     async def _asked(
         self, manner: str, path: str, body: dict[str, Any], prompt: list[int], most: int
@@ -183,28 +236,39 @@ class Callers:
     async def _hang_up(self, path: str, body: Mapping[str, Any]) -> None:
         request = self._lease.http.post(self._lease.url + path, json=body, headers=self._headers)
         async with request as reply:
-            await reply.content.readany()
+            _refused(reply.status, await reply.content.readany())
             reply.close()
 
     async def _ask_otherwise(self, path: str, body: Mapping[str, Any]) -> None:
         """The same id with another body: refused while the first is live, else another turn."""
-        bodies = ({**body, "input_ids": [1, 2, 3]}, body)
-        statuses = sorted(await asyncio.gather(*(self._post(path, one) for one in bodies)))
-        self.outcome.begun += statuses == [200, 200]
-        if statuses not in ([200, 200], [200, 400]):
+        bodies, since = ({**body, "input_ids": [1, 2, 3]}, body), time.monotonic()
+        asking = (self._post(path, one) for one in bodies)
+        statuses, refusals = list[int](), list[Suspected]()
+        for one in await asyncio.gather(*asking, return_exceptions=True):
+            if isinstance(one, Suspected):
+                refusals.append(one)
+            elif isinstance(one, BaseException):
+                raise one
+            else:
+                statuses.append(one)
+        self.outcome.begun += len(refusals) + statuses.count(200) == 2
+        for refusal in refusals:
+            self._judge(refusal, since)
+        if sorted(statuses) not in ([200, 200], [200, 400]) and not refusals:
             self.outcome.wrong.append(f"two bodies under one id: HTTP {statuses}")
         self.outcome.ended["with an id of another"] += 1
 
     async def _post(self, path: str, body: Mapping[str, Any]) -> int:
         request = self._lease.http.post(self._lease.url + path, json=body, headers=self._headers)
         async with request as reply:
-            await reply.read()
+            _refused(reply.status, await reply.read())
             return reply.status
 
     async def _ask(self, path: str, body: Mapping[str, Any]) -> Answer:
         request = self._lease.http.post(self._lease.url + path, json=body, headers=self._headers)
         async with request as reply:
             raw = await reply.read()
+            _refused(reply.status, raw)
             if reply.status != 200:
                 message = f"HTTP {reply.status}: {raw[:300]!r}"
                 raise ValueError(message)
@@ -256,7 +320,9 @@ def _sglang(events: list[dict[str, Any]]) -> Answer:
             raise ValueError(message)
     meta = last["meta_info"]
     logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-    finish = meta["finish_reason"]["type"]
+    end = meta["finish_reason"]
+    raise_if_suspected(end.get("err_type"), end.get("message"), failed=False)
+    finish = end["type"]
     return Answer(last["output_ids"], logprobs, meta["weight_versions"], finish, meta["rose"])
 
 

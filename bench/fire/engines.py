@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -118,6 +119,7 @@ class Engine:
         busy: a deed is being done to it.
         owner: who speaks for it at the router.
         alive: it could take turns.
+        kills: when a process of it was ended here that ran until then, in monotonic seconds.
     """
 
     name: str
@@ -131,6 +133,7 @@ class Engine:
     owner: Owner | None = None
     busy: bool = False
     starts: int = 0
+    kills: list[float] = field(default_factory=list)
 
     @property
     def alive(self) -> bool:
@@ -153,6 +156,8 @@ class Engine:
     async def kill(self) -> None:
         """End the incarnation as a crash does."""
         if self.process is not None:
+            if self.process.process.poll() is None:
+                self.kills.append(time.monotonic())
             await asyncio.to_thread(end, self.process.process)
             self.process = None
             await asyncio.to_thread(self.stack.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from rose_dev.owners import owner
 from rose_wire.ports import free_ports
 
 _READY_SECONDS = 60
+_HEARD_SECONDS = 1.0
+"""Within which a router hears that an engine is gone: turns that begin meanwhile are hit, too."""
 
 
 @dataclass(eq=False)
@@ -97,6 +100,21 @@ class Lease:
         """Names of the engines whose process is gone, and nobody has ended it here."""
         made = [(one.name, one.process) for one in self.engines if one.process is not None]
         return [name for name, process in made if process.process.poll() is not None]
+
+    def killed(self, names: Sequence[str], since: float) -> bool:
+        """Whether each of these deaths since then was a kill of this run's; a name stands for one.
+
+        Args:
+            names: engines, once for each death.
+            since: monotonic seconds.
+        """
+        kills = Counter(
+            engine.name
+            for engine in self.engines
+            for at in engine.kills
+            if at >= since - _HEARD_SECONDS
+        )
+        return bool(names) and not Counter(names) - kills
 
     def resident_bytes(self) -> int:
         """Memory of the router."""

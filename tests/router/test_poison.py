@@ -25,7 +25,9 @@ async def test_a_turn_that_ends_its_engine_ends_one_more_at_most() -> None:
         assert turn.state is TurnState.FAILED
         assert isinstance(turn.error, Unprocessable)
         assert turn.error.status == 422
-        assert sum(not engine.alive for engine in w.engines.values()) == 2
+        dead = [engine.name for engine in w.engines.values() if not engine.alive]
+        assert len(dead) == 2
+        assert all(name in str(turn.error).split(" ended")[0] for name in dead)
 
 
 async def test_the_second_time_it_runs_beside_nobody_and_others_finish() -> None:

@@ -48,26 +48,30 @@ class SuspectRecord:
         deaths: processes that ended while it was a suspect.
         stood_by: processes that ended while it was a bystander.
         cleared_at: output tokens that clear it; ``None`` = it is no suspect.
+        engines: whose processes those were, in order.
     """
 
     deaths: int = 0
     stood_by: int = 0
     cleared_at: int | None = None
+    engines: tuple[str, ...] = ()
 
     def must_be_alone(self) -> bool:
         """It is a suspect."""
         return self.cleared_at is not None
 
-    def saw_death(self, *, suspected: bool, held: int) -> bool:
+    def saw_death(self, engine: str, *, suspected: bool, held: int) -> bool:
         """A process that ran its leg has died.
 
         Args:
+            engine: whose process.
             suspected: the leg is one of ``suspects``.
             held: output tokens held now.
 
         Returns:
             True when the turn must not run again.
         """
+        self.engines = (*self.engines, engine)
         if not suspected:
             self.stood_by += 1
         if suspected or self.stood_by > 1:
@@ -78,4 +82,4 @@ class SuspectRecord:
     def note_tokens(self, held: int) -> None:
         """Note how many output tokens there are now."""
         if self.cleared_at is not None and held >= self.cleared_at:
-            self.cleared_at, self.deaths, self.stood_by = None, 0, 0
+            self.cleared_at, self.deaths, self.stood_by, self.engines = None, 0, 0, ()

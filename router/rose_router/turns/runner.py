@@ -245,11 +245,11 @@ class TurnRunner:
         if shut or engine.update.leaving or await self._answers(engine):
             return
         held = turn.held + leg.placed
-        if turn.record.saw_death(suspected=leg.rid in blamed, held=held):
+        if turn.record.saw_death(engine.name, suspected=leg.rid in blamed, held=held):
             metrics.SUSPECTS.labels("refused").inc()
             message = (
-                f"two engines ended while this turn ran on them, the last {engine.name}, where it "
-                "ran alone; it is not tried on a third. Look at what it asks for"
+                f"engines {', '.join(turn.record.engines)} ended while this turn ran on them, at "
+                "the last one alone; it is not tried on another. Look at what it asks for"
             )
             raise Unprocessable("EndsEngines", message)
         if turn.record.must_be_alone():
