@@ -309,7 +309,7 @@ ATTACKS := tests/attack tests/faults/test_listeners.py tests/faults/test_threats
 	tests/chart/test_rights.py tests/host/test_lease_arguments.py tests/host/test_proxy.py \
 	tests/weights/test_tenants.py tests/weights/test_access.py tests/router/test_callers.py \
 	tests/router/test_flood.py tests/router/test_memory.py tests/router/test_model_tokenizer.py \
-	tests/router/test_templates.py tests/router/test_behind_the_host.py tests/router/test_listener.py tests/router/test_slow_senders.py \
+	tests/router/test_templates.py tests/router/test_behind_the_host.py tests/router/test_listener.py tests/router/test_slow_readers.py tests/router/test_slow_senders.py \
 	tests/fuzz
 
 attack: cluster  ## what tenants, teams, pods and serving pods could try; ARGS="-m 'not cluster'" without a node

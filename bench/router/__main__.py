@@ -39,6 +39,11 @@ from rose_core.stats import paired_ratio, quantile
 _ADDED_MS: Mapping[int, float | None] = {50: 1.0, 99: 3.0}
 _ADDED_MS_LONG: Mapping[int, float | None] = {50: None, 99: 30.0}
 _LONG_TOKEN_SECONDS = 0.02
+_LIKE_OURS = "aiohttp"
+_BARE = f"deciding nothing, {_LIKE_OURS}"
+_TWO_BARE = f"two {_BARE}"
+"""What two processes cost each other that share nothing but the machine: neither knows of another,
+as the two routers do not."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,9 @@ async def throughput(given: argparse.Namespace) -> list[Figure]:
         for server in SERVERS:
             bare = reader(single["direct"].url, server, python=given.router_python)
             routes[f"deciding nothing, {server}"] = [stack.enter_context(bare)]
+        plain = stack.enter_context(stub(0, cumulative=given.cumulative))
+        bare = reader(plain.url, _LIKE_OURS, python=given.router_python)
+        routes[_TWO_BARE] = [*routes[_BARE], stack.enter_context(bare)]
         rates: dict[str, list[float]] = {name: [] for name in routes}
         costs: dict[str, list[float]] = {name: [] for name in routes}
         for _ in range(given.rounds + 1):
@@ -245,6 +253,7 @@ def _throughput(rates: dict[str, list[float]], costs: dict[str, list[float]]) ->
         ("rose, plain text", "sglang-router", 0.5),
         ("rose", "rose, plain text", None),
         ("two of rose", "rose", 0.9),
+        (_TWO_BARE, _BARE, None),
         *((f"deciding nothing, {server}", "sglang-router", None) for server in SERVERS),
     ):
         if over in costs:
