@@ -226,7 +226,7 @@ class SessionRows(Iterable[TrainingRow]):
 
     @property
     def most_tokens(self) -> int:
-        """Of the longest row."""
+        """Tokens of the longest row, which is how much one of them takes at most."""
         return max((node.total for node in self.last), default=0)
 
     @property
