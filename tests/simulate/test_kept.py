@@ -1,5 +1,6 @@
 """Keys that outlive the engine that made them: what is fetched, and what is computed again."""
 
+from rose_core.rollouts.engines.kv_pull import SETUP_SECONDS, patience
 from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
 from rose_simulate.model.gpus.kept import KeptKeys
@@ -10,15 +11,16 @@ from rose_simulate.model.scenarios.scenario import Regime
 from tests.simulate.worlds import MATERIAL, scenario
 
 COSTS = costs("H100", "Qwen3-8B", 0.5)
+TOKEN_BYTES = 147_456
 SHORT_S, LONG_S = 0.5, 100.0
 
 
 class Pair:
     """Two engines of one job, and their tier."""
 
-    def __init__(self, room: int = 100_000, fetch_s: float = 1e-5) -> None:
+    def __init__(self, room: int = 100_000, bytes_per_second: float = 1e11) -> None:
         self.clock = VirtualClock()
-        self.tier = KeptKeys(room, fetch_s)
+        self.tier = KeptKeys(room, TOKEN_BYTES, bytes_per_second)
         self.first, self.second = (
             BatchEngine(self.clock, COSTS, 400_000, lambda: None, kept=self.tier) for _ in range(2)
         )
@@ -45,9 +47,20 @@ def test_an_engine_fetches_what_another_has_made_and_computes_the_rest() -> None
     pair.run(LONG_S)
     later = pair.turn(pair.second, "t@1", 4060, 10)
     pair.run(LONG_S)
-    assert (later.fetched, later.uncached) == (4010, 50)
-    computed = COSTS.prefill(50, 50 * (4010 + 25))
-    assert abs(pair.first_s["t@1"] - computed - 4010 * 1e-5) < 1e-3
+    assert (later.fetched, later.uncached) == (4000, 60), "whole pages of 4,010 tokens"
+    computed = COSTS.prefill(60, 60 * (4000 + 30))
+    pulled = SETUP_SECONDS + 4000 * TOKEN_BYTES / 1e11
+    assert abs(pair.first_s["t@1"] - computed - pulled) < 1e-3
+
+
+def test_where_prefill_is_as_quick_nothing_is_fetched() -> None:
+    pair = Pair(bytes_per_second=1e6)
+    pair.turn(pair.first, "t@1", 4000, 10)
+    pair.run(LONG_S)
+    later = pair.turn(pair.second, "t@1", 4060, 10)
+    pair.run(LONG_S)
+    assert (later.fetched, later.uncached) == (0, 4060)
+    assert patience(250, TOKEN_BYTES * 16, COSTS.prefill(4000, 0) / 4000, 1e6) == 0
 
 
 def test_keys_of_one_version_are_never_used_under_another() -> None:
@@ -60,7 +73,7 @@ def test_keys_of_one_version_are_never_used_under_another() -> None:
         if engine is pair.first:
             assert (later.fetched, later.uncached) == (0, 4060)
         else:
-            assert later.fetched == 4059, "the second has it from the first, of the same version"
+            assert later.fetched == 4048, "the second has it from the first, of the same version"
 
 
 def test_a_cut_turn_has_the_keys_of_its_prompt_and_no_more() -> None:
@@ -77,7 +90,7 @@ def test_a_cut_turn_has_the_keys_of_its_prompt_and_no_more() -> None:
 
 
 def test_the_least_recently_used_session_goes_first() -> None:
-    tier = KeptKeys(250, 0.0)
+    tier = KeptKeys(250, 1, 1.0)
     tier.keep("a", 100)
     tier.keep("b", 100)
     assert tier.held("a") == 100
@@ -88,7 +101,7 @@ def test_the_least_recently_used_session_goes_first() -> None:
 
 
 def test_fewer_tokens_are_computed_again_where_keys_are_kept() -> None:
-    setup = scenario()
+    setup = scenario(kv_tier={"gbps": 100.0})
     jobs = [
         run(setup, regime, 1, MATERIAL, {})[0].jobs[0] for regime in (Regime.OURS, Regime.OURS_KEPT)
     ]

@@ -154,7 +154,7 @@ class Simulation:
         for job in self.scenario.jobs if self.rules.keeps_keys else ():
             size = costs(job.device, job.model, 1.0).fit.kv_bytes_per_token
             room = round(tier.gigabytes * 1e9 / size)
-            found[job.name] = KeptKeys(room, size * 8 / (tier.gbps * 1e9))
+            found[job.name] = KeptKeys(room, size, tier.gbps * 1e9 / 8)
         return found
 
     def _build(self) -> None:

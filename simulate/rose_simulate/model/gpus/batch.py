@@ -220,21 +220,26 @@ class BatchEngine:
 
     def _prefill_s(self) -> float:
         tokens = sum(s.uncached for s in self._prefilling)
-        alone = self._costs.prefill(tokens, 0.0)
         attended = sum(pairs(s.uncached, s.context - s.uncached) for s in self._prefilling)
+        whole = self._prefill_of(tokens, attended)
+        self._stretch = whole / self._costs.prefill(tokens, 0.0)
+        return whole
+
+    def _prefill_of(self, tokens: int, attended: float) -> float:
+        """Seconds of a prefill in chunks of the present quantum."""
+        alone = self._costs.prefill(tokens, 0.0)
         whole = self._costs.prefill(tokens, attended)
         short = self.quantum // self._divisor
         if self.quantum < PREFILL_CHUNK and tokens > short:
             # Each chunk has its fixed part, and reads all weights, which takes a decode step.
             chunk = self._costs.prefill(short, 0.0) * whole / alone
             whole = tokens / short * max(chunk, self._costs.step(1, 0)[0])
-        self._stretch = whole / alone
         return whole
 
     def _fetch_s(self) -> float:
         if self._kept is None:
             return 0.0
-        return self._kept.fetch_s * sum(one.fetched for one in self._prefilling)
+        return sum(self._kept.seconds(one.fetched) for one in self._prefilling)
 
     def _admit(self) -> None:
         chunk = 0
@@ -246,13 +251,22 @@ class BatchEngine:
             self.waiting.popleft()
             kept = self._cache.pop(sequence.session, 0)
             self._cached -= kept
-            there = self._kept.held(sequence.session) if self._kept is not None else 0
-            sequence.fetched = max(0, min(there, sequence.context - 1) - kept)
+            sequence.fetched = self._fetches(sequence, kept)
             sequence.uncached = max(1, sequence.context - kept - sequence.fetched)
             sequence.reserved = whole
             self._reserved += whole
             self._prefilling.append(sequence)
             chunk += sequence.uncached
+
+    def _fetches(self, sequence: Sequence, has: int) -> int:
+        """Tokens whose keys come from other engines, where that is quicker than to prefill."""
+        if self._kept is None:
+            return 0
+        lacks = max(0, min(self._kept.held(sequence.session), sequence.context - 1) - has)
+        if not lacks:
+            return 0
+        computed = self._prefill_of(lacks, pairs(lacks, has)) / (self.speed or 1.0)
+        return self._kept.fetched(lacks, computed / lacks)
 
     def _make_room(self, tokens: int, session: str) -> bool:
         own = self._cache.get(session, 0)

@@ -1,13 +1,13 @@
 """Keys and values that outlive the engine that made them: a tier of one job, beside its engines.
 
 **Modelled: the product's store ends at a node** (docs/decisions/0661). This one is reached by all
-engines of a job, wherever they are.
+engines of a job over a link of a stated rate. Whether a turn waits for it is ``kv_pull.patience``.
 
 | when | what |
 |---|---|
 | a prompt has been prefilled, a turn has ended | the tier has the trajectory's keys up to there |
 | a turn is cut | it has no more than that: a frozen engine writes nothing |
-| a turn is admitted | what its engine has not, and the tier has, is fetched and not computed |
+| a turn is admitted | what its engine has not, and the tier has, is fetched where that is quicker |
 
 Sessions are named with the weights' version, so keys of one are never used under another. Writing
 costs nothing here, fetching takes its time before the prefill begins, and the sessions that were
@@ -18,17 +18,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from rose_core.rollouts.engines.kv_pull import SETUP_SECONDS, patience
+from rose_core.rollouts.engines.kv_store import PAGE_TOKENS
+
 
 class KeptKeys:
     """The tier.
 
     Args:
         room: tokens that it holds.
-        fetch_s: seconds until one token's keys are in an engine.
+        token_bytes: of one token's keys.
+        bytes_per_second: of the link, to one engine.
     """
 
-    def __init__(self, room: int, fetch_s: float) -> None:
-        self._room, self.fetch_s = room, fetch_s
+    def __init__(self, room: int, token_bytes: float, bytes_per_second: float) -> None:
+        self._room, self._page_bytes = room, max(1, round(token_bytes * PAGE_TOKENS))
+        self._rate = bytes_per_second
         self._held: OrderedDict[str, int] = OrderedDict()
         self._tokens = 0
 
@@ -37,6 +42,23 @@ class KeptKeys:
         if session in self._held:
             self._held.move_to_end(session)
         return self._held.get(session, 0)
+
+    def fetched(self, tokens: int, seconds_per_token: float) -> int:
+        """Of so many tokens that an engine lacks, those that it fetches: pages, or none.
+
+        Args:
+            tokens: that the tier has.
+            seconds_per_token: of the engine's prefill.
+        """
+        pages = tokens // PAGE_TOKENS
+        waits = patience(pages, self._page_bytes, seconds_per_token, self._rate)
+        return pages * PAGE_TOKENS if waits else 0
+
+    def seconds(self, tokens: int) -> float:
+        """Until so many tokens' keys are in an engine."""
+        if not tokens:
+            return 0.0
+        return SETUP_SECONDS + tokens / PAGE_TOKENS * self._page_bytes / self._rate
 
     def keep(self, session: str, tokens: int) -> None:
         """An engine has written the session's first tokens; what was longer stays."""
