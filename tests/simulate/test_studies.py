@@ -134,12 +134,14 @@ def test_the_command_writes_result_page_and_plot(tmp_path: Path) -> None:
     text = text.replace("borrowed: 8", "borrowed: 2").replace("dedicated: 4", "dedicated: 1")
     (tmp_path / "correlated.yaml").write_text(text)
     arguments = ["correlated", "--seconds", "20", "--seeds", "1", "--derate", "0.5"]
-    arguments += ["--scenarios", str(tmp_path)]
+    arguments += ["--scenarios", str(tmp_path), "--regimes", "ours"]
     arguments += ["--out", str(tmp_path / "out"), "--pages", str(tmp_path / "pages")]
     assert main(arguments) == 0
     (result,) = json.loads((tmp_path / "out" / "study-correlated.json").read_text())
     assert result["scenario"] == "correlated"
-    assert "--derate 0.5 --seeds 1 --seconds 20" in (tmp_path / "pages/correlated.md").read_text()
+    assert {row["regime"] for row in result["rows"]} == {"fixed", "ours"}
+    text = (tmp_path / "pages/correlated.md").read_text()
+    assert "--regimes ours --derate 0.5 --seeds 1 --seconds 20" in text
 
 
 def test_a_missing_scenario_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

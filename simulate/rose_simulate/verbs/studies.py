@@ -285,7 +285,7 @@ def _run(
 ) -> Result | FleetResult:
     setup = read_scenario(path)
     changes = {"seeds": options.seeds, "seconds": options.seconds}
-    setup = changed(setup, changes | {"regimes": chosen.regimes or None})
+    setup = changed(setup, changes | {"regimes": options.regimes or chosen.regimes or None})
     material = read_material(path, setup)
     derates: Sequence[float] = options.derate or chosen.derates or (setup.derate,)
     if isinstance(setup, FleetScenario):
@@ -306,6 +306,7 @@ def _flags(options: argparse.Namespace) -> str:
     asked["seconds"] = (options.seconds,) if options.seconds else ()
     asked["loads"] = options.loads or ()
     shown = "".join(f" --slower {s:g} {r:g}" for s, r in options.slower or ())
+    shown += f" --regimes {' '.join(options.regimes)}" if options.regimes else ""
     return shown + "".join(
         f" --{name} {' '.join(f'{value:g}' for value in values)}"
         for name, values in asked.items()
@@ -332,6 +333,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seeds", type=int, nargs="+", help="instead of the scenario's")
     made.add_argument("--derate", type=float, nargs="+", help="instead of the study's")
     made.add_argument("--seconds", type=float, help="instead of the scenario's")
+    made.add_argument(
+        "--regimes",
+        nargs="+",
+        choices=[one.value for one in Regime],
+        metavar="REGIME",
+        help="instead of the study's; fixed, which all are compared with, runs as well",
+    )
     made.add_argument(
         "--loads",
         type=amount,
