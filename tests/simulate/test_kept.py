@@ -1,9 +1,13 @@
 """Keys that outlive the engine that made them: what is fetched, and what is computed again."""
 
-from rose_core.rollouts.engines.kv_pull import SETUP_SECONDS, patience
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rose_core.rollouts.engines.kv_store import PAGE_TOKENS
 from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
-from rose_simulate.model.gpus.kept import KeptKeys
+from rose_simulate.model.gpus.kept import LONGEST_SECONDS, SETUP_SECONDS, KeptKeys, patience
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import run
 from rose_simulate.model.scenarios.costs import costs
@@ -109,3 +113,39 @@ def test_fewer_tokens_are_computed_again_where_keys_are_kept() -> None:
     assert jobs[0].fetched_tokens == 0 < jobs[1].fetched_tokens
     again = [(one.prefilled_tokens + one.warmed_tokens) / one.new_tokens for one in jobs]
     assert again[1] < again[0]
+
+
+QUICK, SLOW = 1e-5, 5e-4  # seconds of prefill for a token
+PAGE, TEN_GIGABITS = 2 << 20, 1.25e9  # of an 8B in bfloat16; bytes in a second
+
+
+@pytest.mark.parametrize(
+    ("pages", "seconds_per_token", "rate", "waits"),
+    [
+        (2000, SLOW, TEN_GIGABITS, True),
+        (2000, QUICK, TEN_GIGABITS, False),  # a fast GPU, a slow link
+        (2000, QUICK, 100e9, True),
+        (1, SLOW, TEN_GIGABITS, False),  # the set-up alone takes longer
+        (0, SLOW, TEN_GIGABITS, False),
+        (2000, SLOW, 1e6, False),
+    ],
+)
+def test_a_turn_waits_where_that_is_quicker_than_to_prefill(
+    pages: int, seconds_per_token: float, rate: float, waits: bool
+) -> None:
+    assert (patience(pages, PAGE, seconds_per_token, rate) > 0) == waits
+
+
+@given(
+    pages=st.integers(0, 1 << 16),
+    page_bytes=st.integers(1, 64 << 20),
+    seconds_per_token=st.floats(0, 1),
+    rate=st.floats(1, 1e12),
+)
+def test_a_turn_never_waits_longer_than_its_prefill_takes_nor_than_a_router_bears(
+    pages: int, page_bytes: int, seconds_per_token: float, rate: float
+) -> None:
+    waits = patience(pages, page_bytes, seconds_per_token, rate)
+    assert 0 <= waits <= min(LONGEST_SECONDS, pages * PAGE_TOKENS * seconds_per_token)
+    if waits:
+        assert SETUP_SECONDS + pages * page_bytes / rate < waits

@@ -1,7 +1,8 @@
 """Keys and values that outlive the engine that made them: a tier of one job, beside its engines.
 
 **Modelled: the product's store ends at a node** (docs/decisions/0661). This one is reached by all
-engines of a job over a link of a stated rate. Whether a turn waits for it is ``kv_pull.patience``.
+engines of a job over a link of a stated rate. A turn waits for it where that is quicker than to
+prefill (``patience``); why the product has none is docs/decisions/0799.
 
 | when | what |
 |---|---|
@@ -18,8 +19,30 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from rose_core.rollouts.engines.kv_pull import SETUP_SECONDS, patience
 from rose_core.rollouts.engines.kv_store import PAGE_TOKENS
+
+SETUP_SECONDS = 0.05
+"""Until the first page comes: a connection, its TLS, names hashed and looked up on both sides."""
+
+LONGEST_SECONDS = 20.0
+"""Of a pull: a third of what a router lets an engine be silent (``placement.watch``), since the
+prefill of what is left follows in silence too."""
+
+
+def patience(
+    pages: int, page_bytes: int, seconds_per_token: float, bytes_per_second: float
+) -> float:
+    """Seconds for which a turn waits for its pages; 0 = none are pulled, to prefill is as quick.
+
+    Args:
+        pages: that are missing.
+        page_bytes: of one.
+        seconds_per_token: of the engine's prefill.
+        bytes_per_second: of the link.
+    """
+    computed = min(pages * PAGE_TOKENS * seconds_per_token, LONGEST_SECONDS)
+    pulled = SETUP_SECONDS + pages * page_bytes / bytes_per_second
+    return computed if pulled < computed else 0.0
 
 
 class KeptKeys:
