@@ -119,13 +119,16 @@ class TlsLayer(asyncio.Protocol):
     def _read_together(self) -> None:
         """Hand on all that is here in one piece: a request that comes whole is answered as such."""
         pieces, ended, broken = list[bytes](), False, False
+        tls, incoming = self._tls, self._incoming
+        size = min(incoming.pending, _RECORD)  # as much room is made for it
         try:
-            while self._incoming.pending or self._tls.pending():
-                piece = self._tls.read(_RECORD)
+            while size:
+                piece = tls.read(size)
                 if not piece:
                     ended = True
                     break
                 pieces.append(piece)
+                size = tls.pending() or min(incoming.pending, _RECORD)
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError:

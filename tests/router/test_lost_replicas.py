@@ -132,6 +132,20 @@ async def test_a_stream_that_has_begun_says_why_it_is_cut_and_is_never_whole(sta
         assert await whole(s) == continuation(PROMPT, 12, VERSION)
 
 
+async def test_rows_in_pieces_are_cut_where_their_replica_dies_and_are_never_whole(
+    stage: Make,
+) -> None:
+    piece, head = b'{"session":"s","rows":[', STREAM_HEAD.replace(b"text/event-stream", b"a/json")
+    reported = head + b"%x\r\n%b\r\n" % (len(piece), piece)
+    async with dying(reported) as url, beside(stage, url) as s:
+        seen: list[bytes] = []
+        async with s.http.get(s.url + "/sessions/s/rows") as reply:
+            assert (reply.status, reply.content_length) == (200, None)
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await read_into(seen, reply)
+        assert b"".join(seen) == piece
+
+
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("text", [b"", JSON_HEAD, STREAM_HEAD])
 async def test_a_replica_that_hangs_over_a_request_costs_the_caller_nothing(

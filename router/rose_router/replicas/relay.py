@@ -133,9 +133,6 @@ async def _next(reply: aiohttp.ClientResponse, peer: Peer, peers: Peers) -> byte
 
 async def _cut(request: web.Request, response: web.StreamResponse, error: RouterError) -> None:
     """Say why and close: without its end the stream cannot be taken for a whole one."""
-    if response.content_type != "text/event-stream":
-        _abort(request)  # an event would stand in the middle of something else
-        return
     failure = {
         "message": str(error),
         "type": error.reason,
@@ -143,7 +140,8 @@ async def _cut(request: web.Request, response: web.StreamResponse, error: Router
         "retry_after": error.retry_after,
     }
     try:
-        await response.write(b"data: " + msgspec.json.encode({"error": failure}) + b"\n\n")
+        if response.content_type == "text/event-stream":  # else it would stand amid something else
+            await response.write(b"data: " + msgspec.json.encode({"error": failure}) + b"\n\n")
     except ConnectionResetError:
         _abort(request)
         return
