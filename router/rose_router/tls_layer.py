@@ -175,8 +175,8 @@ class TlsLayer(asyncio.Protocol):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send, in one write unless it is long; where TLS takes nothing now, end it."""
-        if not self._open or not data:
-            return
+        if not self._open or not data or self.is_closing():
+            return  # what was given before ``close`` is still on its way
         try:
             if len(data) <= _MOST_OUTGOING:
                 self._tls.write(data)  # all of it: what is written to is memory

@@ -29,6 +29,7 @@ JSON_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Lengt
 STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
+ROWS_HEAD = STREAM_HEAD.replace(b"text/event-stream", b"application/json")
 
 
 @asynccontextmanager
@@ -97,7 +98,9 @@ async def read_into(seen: list[bytes], reply: aiohttp.ClientResponse) -> None:
         seen.append(chunk)
 
 
-@pytest.mark.parametrize("text", [b"", JSON_HEAD, JSON_HEAD + b'{"text"'])
+@pytest.mark.parametrize(
+    "text", [b"", JSON_HEAD, JSON_HEAD + b'{"text"', ROWS_HEAD, ROWS_HEAD + b'7\r\n{"text"\r\n']
+)
 async def test_a_replica_that_dies_before_its_answer_is_whole_costs_the_caller_nothing(
     stage: Make, text: bytes
 ) -> None:
@@ -135,8 +138,8 @@ async def test_a_stream_that_has_begun_says_why_it_is_cut_and_is_never_whole(sta
 async def test_rows_in_pieces_are_cut_where_their_replica_dies_and_are_never_whole(
     stage: Make,
 ) -> None:
-    piece, head = b'{"session":"s","rows":[', STREAM_HEAD.replace(b"text/event-stream", b"a/json")
-    reported = head + b"%x\r\n%b\r\n" % (len(piece), piece)
+    piece = b'{"session":"s","rows":['
+    reported = ROWS_HEAD + b"%x\r\n%b\r\n" % (len(piece), piece)
     async with dying(reported) as url, beside(stage, url) as s:
         seen: list[bytes] = []
         async with s.http.get(s.url + "/sessions/s/rows") as reply:

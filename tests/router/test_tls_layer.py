@@ -8,6 +8,7 @@ import socket
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -344,6 +345,24 @@ async def test_who_closes_says_that_nothing_follows_and_sends_no_more(
     assert caller.tls.read(10) == b""
     caller.layer.write_now(b"more")
     assert not taken(caller.wire)
+
+
+async def test_what_is_written_after_the_end_costs_nothing_of_what_was_before(
+    context: ssl.SSLContext,
+) -> None:
+    caller, sent = called(context), bytes(1 << 20)
+    caller.wire.abort = Mock()  # type: ignore[method-assign]
+    caller.layer.write(sent)
+    caller.layer.close()
+    caller.layer.write(b"more")
+    caller.layer.writelines([b"more"])
+    caller.layer.write_now(b"more")
+    caller.wire.abort.assert_not_called()
+    caller.incoming.write(taken(caller.wire))
+    received = 0
+    while piece := caller.tls.read(1 << 20):
+        received += len(piece)
+    assert received == len(sent)
 
 
 async def test_an_event_goes_past_the_transport_to_who_has_taken_all_before(

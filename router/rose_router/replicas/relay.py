@@ -68,7 +68,7 @@ async def pass_on(
                     peers.mark_lost(peer)
                     return None
                 kept = _kept(reply.headers)
-                if reply.content_length is not None:  # else it comes in pieces
+                if not _comes_in_pieces(request, reply):
                     whole = await reply.read()
                     return web.Response(status=reply.status, headers=kept, body=whole)
                 first = await reply.content.readany()
@@ -77,6 +77,13 @@ async def pass_on(
         LOG.warning("replica %s does not answer: %s", peer.name, error or "it is silent")
         peers.mark_lost(peer)
         return None
+
+
+def _comes_in_pieces(request: web.Request, reply: aiohttp.ClientResponse) -> bool:
+    """Whether it is passed on before it is whole: streams, and rows of a session."""
+    if reply.content_type == "text/event-stream":
+        return True
+    return request.path.startswith("/sessions/") and reply.content_length is None
 
 
 def _kept(headers: Mapping[str, str]) -> CIMultiDict[str]:

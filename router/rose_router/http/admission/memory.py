@@ -14,8 +14,8 @@ those stands the second limit, on what the process really holds.
 | comes while the process holds more than ``_FULL`` of its memory | the same |
 | is answered with a long page, which does not fit beside the others | the same |
 
-Such a page (state, metrics: what no turn has sampled) is counted until its caller has read it. What
-turns have sampled is never refused for its length.
+Such a page (state, rows of a session) is counted until its caller has read it. The answer of a turn
+is never refused for its length, nor are metrics, which are asked for most when memory is short.
 
 Next step: ``app`` puts ``middleware`` before every route; ``routes.turns`` says what turns hold.
 """
@@ -54,6 +54,7 @@ BATCH_PATHS = ("/v1/files", "/v1/batches")
 _SMALL_PART = 1 / 32
 """Of what requests may take: one that takes less is small. Of 1 GiB that is 1.4 MB of JSON."""
 _FULL = 0.85
+_METRICS = "/metrics"
 _LONG_ANSWER = 1 << 16
 """Bytes: as much a connection may hold of what its caller has not read, whatever it is."""
 _LOOK_SECONDS = 0.1
@@ -208,6 +209,8 @@ def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
         if path.startswith(BATCH_PATHS):
             return await handler(request)  # what is passed on in pieces is never held
         if not request.body_exists:
+            if path == _METRICS:
+                return await handler(request)
             return await _page(memory, request, handler)
         length, most = known_length(request), most_body
         if path in CONVERSATIONS:

@@ -4,9 +4,11 @@ A row is a conversation from its first token to a last turn; turns that went on 
 one row. Sub-agents, retries and condensed histories are rows of their own. Every sampled token has
 mask 1 in one row only, so that none is learnt from twice.
 
-A session may be as large as a sixteenth of the router's memory, and its JSON ten times that. So one
-row at a time is put together, and written in pieces: the next one is made when the caller has taken
-the one before. The rows are those of the moment in which they were asked for.
+A session may take a sixty-fourth of the router's memory, its JSON several times that, and its rows
+have their common beginnings each. So one row at a time is put together, and written in pieces: the
+next one is made when the caller has taken the one before. The longest one is counted as memory of
+requests; where it does not fit beside these, the answer is 503. The rows are those of the moment in
+which they were asked for.
 """
 
 from __future__ import annotations
