@@ -76,7 +76,7 @@ async def test_a_host_that_ends_leaves_nothing_behind_that_nobody_took(
 ) -> None:
     received: list[str] = []
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _loop, context: received.append(context["message"]))
+    loop.set_exception_handler(lambda _loop, context: received.append(repr(context)))
     async with running(rundir, models):
         pass
     gc.collect()
