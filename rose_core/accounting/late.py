@@ -41,7 +41,8 @@ class ServedTraffic:
 
     Attributes:
         requests: that ended.
-        input_tokens, output_tokens: that serving engines read and wrote meanwhile.
+        input_tokens, output_tokens: that serving engines read and wrote while they counted.
+        with_tokens: of the requests, those that ended while they did.
         gpu_hours: of the GPUs that served them.
     """
 
@@ -49,6 +50,7 @@ class ServedTraffic:
     gpu_hours: float
     input_tokens: int = 0
     output_tokens: int = 0
+    with_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,11 +90,14 @@ def late_price(
 
 
 def _earned(served: ServedTraffic, revenue: TokenRevenue) -> float | None:
-    """By a request on average; unknown where no token was counted: requests have some."""
-    if not served.requests or not served.input_tokens + served.output_tokens:
+    """By a request on average; unknown where no token was counted: requests have some.
+
+    Requests from before tokens were counted have none, and would make each one cheap.
+    """
+    if not served.with_tokens or not served.input_tokens + served.output_tokens:
         return None
     tokens = (
         served.input_tokens * revenue.per_million_input
         + served.output_tokens * revenue.per_million_output
     )
-    return tokens / _MILLION / served.requests
+    return tokens / _MILLION / served.with_tokens

@@ -442,6 +442,9 @@ class SlotTotals(ApiModel):
     )
     serving_input_tokens: Count = Field(default=0, description="Tokens that serving read.")
     serving_output_tokens: Count = Field(default=0, description="Tokens that serving wrote.")
+    serving_requests_with_tokens: Count = Field(
+        default=0, description="Live requests that ended while these were counted."
+    )
 
 
 MOST_ROUTERS = 64
@@ -495,6 +498,13 @@ class Totals(ApiModel):
     )
     serving_output_tokens: Count = Field(
         default=0, description="Tokens of answers that serving wrote beside a granted slot."
+    )
+    serving_requests_with_tokens: Count = Field(
+        default=0,
+        description=(
+            "Those of the live requests that ended while these tokens were counted; fewer where "
+            "an engine does not say them, and where requests are from before they were counted."
+        ),
     )
     accepted_trajectories: Count = Field(
         default=0, description="Trajectories that the trainer said it trained on."

@@ -161,6 +161,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
         slo_violations: those of them that missed the pool's SLO and had met an open gate.
         serving_input_tokens, serving_output_tokens: of prompts and answers, by the serving engine's
             own count while the slot was granted.
+        serving_requests_with_tokens: those of ``serving_requests`` that ended while it counted.
         reclaims: number of reclaims by ladder rung name.
         needs_bytes: what must be lent of each GPU for the slot's engine to start; None = unknown.
         adapters: of each run, where the engine holds several; ``version`` is of the first.
@@ -186,6 +187,7 @@ class SlotReport(msgspec.Struct, frozen=True, omit_defaults=True):
     reserved_milliseconds: int = 0
     serving_input_tokens: int = 0
     serving_output_tokens: int = 0
+    serving_requests_with_tokens: int = 0
 
 
 class SleepTerms(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ from rose_core.accounting.late import (
     late_price,
 )
 
-SERVED = ServedTraffic(1000, 2.0, input_tokens=3_000_000, output_tokens=500_000)
+SERVED = ServedTraffic(1000, 2.0, input_tokens=3_000_000, output_tokens=500_000, with_tokens=1000)
 REVENUE = TokenRevenue(per_million_input=250_000, per_million_output=1_000_000)
 GPU_HOUR = 2_000_000
 
@@ -33,6 +33,13 @@ def test_where_no_revenue_is_known_it_costs_what_the_gpus_must_earn(
     served: ServedTraffic, revenue: TokenRevenue | None
 ) -> None:
     assert late_price(served, GPU_HOUR, revenue) == LatePrice(4000.0, LateSource.BREAK_EVEN)
+
+
+def test_requests_from_before_tokens_were_counted_make_none_cheaper() -> None:
+    old = ServedTraffic(1_010_000, 2.0, 30_000_000, 5_000_000, with_tokens=10_000)
+    assert late_price(old, GPU_HOUR, REVENUE) == LatePrice(1250.0, LateSource.REVENUE)
+    silent = ServedTraffic(1000, 2.0, 30_000_000, 5_000_000)
+    assert late_price(silent, GPU_HOUR, REVENUE).source is LateSource.BREAK_EVEN
 
 
 def test_a_price_that_was_asked_counts_before_both() -> None:

@@ -138,18 +138,23 @@ async def test_tokens_that_serving_had_beside_a_slot_are_in_what_its_guard_repor
     made, _ = guard
     replica, slot = made.replicas[POD], made.slots[KEY.uid]
 
-    def counted(read: int | None, written: int | None) -> tuple[int, int]:
+    def counted(read: int | None, written: int | None, ended: int) -> tuple[int, ...]:
+        replica.outcomes.counters.finished = ended
         page = Figures(0, 0, input_tokens=read, output_tokens=written)
         replica.note_figures(SignalSource.METRICS, page, time.monotonic_ns())
         made.step_all()
         found = slot_report(slot)
         assert found is not None
-        return found.serving_input_tokens, found.serving_output_tokens
+        return (
+            found.serving_input_tokens,
+            found.serving_output_tokens,
+            found.serving_requests_with_tokens,
+        )
 
-    assert counted(9000, 700) == (0, 0), "from before the slot"
-    assert counted(9600, 740) == (600, 40)
-    assert counted(None, 745) == (600, 40), "a page that does not say it counts nothing"
-    assert counted(9700, 750) == (700, 50)
+    assert counted(9000, 700, 50) == (0, 0, 0), "from before the slot"
+    assert counted(9600, 740, 54) == (600, 40, 4)
+    assert counted(None, 745, 55) == (600, 40, 4), "a page that does not say it counts nothing"
+    assert counted(9700, 750, 56) == (700, 50, 6)
 
 
 async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> None:

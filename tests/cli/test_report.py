@@ -294,8 +294,9 @@ class Earning(Counted):
             return found
         counted = found[0].model_dump(by_alias=True)
         counted["status"]["totals"] |= {
-            "servingInputTokens": 1_800_000,
-            "servingOutputTokens": 450_000,
+            "servingInputTokens": 600_000,
+            "servingOutputTokens": 150_000,
+            "servingRequestsWithTokens": 300,
         }
         return [RolloutLease.model_validate(counted)]
 
@@ -319,7 +320,7 @@ def test_a_late_request_costs_what_its_pool_earns_by_one(
     page = tmp_path / "page.html"
     assert report.main(["--html", str(page)]) == 0
     output = capsys.readouterr().out
-    # 1.8 millions at 0.5 and 0.45 at 4 are 2.7, by 900 requests.
+    # 0.6 millions at 0.5 and 0.15 at 4 are 0.9, by the 300 of 900 requests that had them.
     assert _lines(output)["price of a late request"] == "0.003"
     assert _lines(output)["requests made late"] == "0.009"
     assert "what the pool earns by a request" in output

@@ -268,17 +268,17 @@ def router_callers(stage: Stage) -> object:
 def price(stage: Stage) -> object:
     """What a lent hour costs on the lease's statement."""
     lease = RolloutLease.model_validate(stage.object(ObjectKind.LEASE, "grpo"))
-    (one,) = usages([lease], {"default/chat": _pool(stage)})
-    assert one.prices is not None
-    return one.prices.lent_hour
+    prices = usages([lease], {"default/chat": _pool(stage)})[0].prices
+    return prices and prices.lent_hour
 
 
 def late(stage: Stage) -> object:
     """What a late request costs there, of a lease beside a thousand of them."""
-    met = {"servingRequests": 1000, "servingInputTokens": 2000000, "servingOutputTokens": 500000}
+    met = {"servingRequests": 1000, "servingRequestsWithTokens": 1000}
+    met |= {"servingInputTokens": 2000000, "servingOutputTokens": 500000}
     found = stage.object(ObjectKind.LEASE, "grpo") | {"status": {"totals": met}}
-    leases, pools = [RolloutLease.model_validate(found)], {"default/chat": _pool(stage)}
-    return usages(leases, pools, price_violations=True)[0].late.micros
+    lease, pools = RolloutLease.model_validate(found), {"default/chat": _pool(stage)}
+    return usages([lease], pools, price_violations=True)[0].late.micros
 
 
 def _pool(stage: Stage) -> ServingPool:

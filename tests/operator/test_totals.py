@@ -82,7 +82,11 @@ def test_memory_kept_back_is_added_likewise() -> None:
 
 def test_weights_and_what_live_traffic_met_are_added_likewise() -> None:
     lease = RolloutLease.model_validate(objects.LEASE)
-    read = {"serving_input_tokens": 800, "serving_output_tokens": 90}
+    read = {
+        "serving_input_tokens": 800,
+        "serving_output_tokens": 90,
+        "serving_requests_with_tokens": 8,
+    }
     lease = _after(
         lease, 1000, 400, 50, weight_bytes=900, serving_requests=10, slo_violations=1, **read
     )
@@ -93,6 +97,7 @@ def test_weights_and_what_live_traffic_met_are_added_likewise() -> None:
     found = lease.status.totals
     assert (found.weight_bytes, found.serving_requests, found.slo_violations) == (1070, 32, 2)
     assert (found.serving_input_tokens, found.serving_output_tokens) == (800, 90), "and anew: none"
+    assert found.serving_requests_with_tokens == 8
     (entry,) = found.slots
     assert (entry.weight_bytes, entry.serving_requests, entry.slo_violations) == (70, 2, 1)
 
@@ -215,9 +220,10 @@ async def test_what_late_requests_earn_is_exported_where_their_pool_says_it(
         SlotKey(raw["metadata"]["uid"], raw["metadata"]["generation"]),
         SlotState.RUNNING,
         version="grpo@1.0",
-        serving_requests=1000,
+        serving_requests=50_000,
         slo_violations=3,
         serving_output_tokens=500_000,
+        serving_requests_with_tokens=1000,
     )
     replicas = (replica("default/chat", "a"), replica("default/chat", "b", kv=300))
     for _ in range(8):  # totals are shown once every few seconds
@@ -225,5 +231,5 @@ async def test_what_late_requests_earn_is_exported_where_their_pool_says_it(
         bench.telemetry.record(SyncRequest("n1", "t", 0, replicas, (met,)), bench.now)
         await bench.turn()
     found = REGISTRY.get_sample_value("rose_lease_late_revenue", {"lease": f"default/{name}"})
-    # Half a million tokens at 2 are 1, by 1,000 requests, of which three are late.
+    # Half a million tokens at 2 are 1, by the 1,000 requests that had them; three are late.
     assert found == (pytest.approx(0.003) if revenue else None)

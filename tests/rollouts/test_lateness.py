@@ -30,11 +30,21 @@ def test_as_many_are_late_as_end_within_a_rewards_time_of_the_last() -> None:
     assert fewest_late(rare, STEP_S, 3) == 1, "one round in sixteen waits 5 s: within both"
 
 
-def test_few_rounds_are_not_enough_to_find_a_number_that_will_do() -> None:
-    """One more is taken to wait in full with it: with nine, more than the tenth that may show."""
-    lucky = [10.0, -3.0, -40.0]
+@pytest.mark.parametrize("took_s", [10.0, 10.1, 7.3, 1 / 3 * 30])
+def test_few_rounds_are_not_enough_to_find_a_number_that_will_do(took_s: float) -> None:
+    """One more is taken to wait in full with it: after eight, more than the tenth that may show."""
+    lucky = [took_s, -3.0, -40.0]
     assert fewest_late([lucky], STEP_S, 2) == fewest_late([lucky] * 8, STEP_S, 2) == 2
-    assert fewest_late([lucky] * 10, STEP_S, 2) == 1
+    assert fewest_late([lucky] * 9, STEP_S, 2) == 1
+
+
+@pytest.mark.parametrize("step_s", [20.0, 33.0, 50.0, 60.0, 200.0])
+def test_rewards_that_are_long_beside_a_step_leave_no_more_groups_late_for_good(
+    step_s: float,
+) -> None:
+    """Half a step, or a third: the round that is added would be over a hundredth of one."""
+    assert fewest_late([[10.0, -3.0, -40.0]] * 16, step_s, 2) == 1
+    assert fewest_late([[10.0, 0.3, -40.0]] * 16, step_s, 2) == (1 if step_s > 30 else 2)
 
 
 def test_no_more_are_late_than_may_be() -> None:
@@ -68,20 +78,36 @@ def test_a_late_groups_reward_is_learned_in_the_round_after() -> None:
     seen.ready("b")
     clock.now_s = 400.0
     assert seen.open() == 2, "a had its reward long before b's last token, but in one round"
+    for number in range(8):
+        opened_s, first, last = clock.now_s, f"a{number}", f"b{number}"
+        seen.sampled(first)
+        clock.now_s = opened_s + 10.0
+        seen.ready(first)
+        clock.now_s = opened_s + 90.0
+        seen.sampled(last)
+        seen.close({first, last})
+        clock.now_s = opened_s + 100.0
+        seen.ready(last)
+        clock.now_s = opened_s + 200.0
+        late = seen.open()
+    assert late == 1, "in nine: b alone was waited for, the first time too"
 
 
 def test_a_group_that_is_given_up_holds_no_learning_up() -> None:
     clock = Batches()
     seen = Lateness(2, clock)
     seen.open()
-    seen.sampled("a")
-    seen.sampled("b")
-    seen.close({"a", "b"})
-    clock.now_s = 30.0
-    seen.ready("a")
-    seen.drop("b")
-    clock.now_s = 100.0
-    assert seen.open() == 2
+    for number in range(9):
+        opened_s, first, last = clock.now_s, f"a{number}", f"b{number}"
+        seen.sampled(first)
+        seen.sampled(last)
+        seen.close({first, last})
+        clock.now_s = opened_s + 30.0
+        seen.ready(first)
+        seen.drop(last)
+        clock.now_s = opened_s + 100.0
+        late = seen.open()
+    assert late == 1, "a was waited for in nine rounds, and b in none"
 
 
 def test_rounds_that_are_to_learn_are_refused_where_nobody_tells_the_time() -> None:

@@ -112,9 +112,10 @@ def test_a_late_request_costs_what_serving_earns_by_one_where_somebody_says_it(
     }
     totals = LEASE["status"]["totals"] | {
         "servingRequests": 800,
+        "servingRequestsWithTokens": 400,
         "sloViolations": 4,
-        "servingInputTokens": 1_600_000,
-        "servingOutputTokens": 400_000,
+        "servingInputTokens": 800_000,
+        "servingOutputTokens": 200_000,
     }
     lease = LEASE | {
         "spec": {"poolRef": {"namespace": "serving", "name": "chat"}},
@@ -156,6 +157,23 @@ def test_a_simulations_late_requests_are_priced_by_the_tokens_that_it_served(
     requests = one["ledger"]["serving"]["requests"]
     assert one["violation"] == pytest.approx(read / requests, abs=1)
     assert one["late_source"] == "what the pool earns by a request"
+
+
+def test_a_result_that_is_silent_about_tokens_is_not_priced_by_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup = scenario(seeds=(1,), regimes=(Regime.OURS,))
+    path = write(study(setup, MATERIAL, [0.5], lambda _one: None), tmp_path)
+    old = json.loads(path.read_bytes())
+    for one in old["outcomes"]:
+        for service in one["services"]:
+            del service["input_tokens"], service["output_tokens"]
+    path.write_text(json.dumps(old))
+    for flag in ("--input-million", "--output-million"):
+        assert main([str(path), flag, "1"]) == 1
+        assert "says nothing of tokens" in capsys.readouterr().err
+    assert main([str(path), "--input-million", "1", "--violation", "0"]) == 0
+    assert main([str(path)]) == 0
 
 
 def test_pools_of_the_file_have_what_no_lease_is_charged(

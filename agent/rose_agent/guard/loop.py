@@ -477,7 +477,7 @@ class Guard:
         slot.totals.note_replica(outcomes.counters.finished, outcomes.counters.exposed)
         served = replica.served_tokens
         if served is not None:
-            slot.totals.note_served(*served)
+            slot.totals.note_served(*served, outcomes.counters.finished)
         for after_ns, chunk_divisor, had_turns in slot.take_stops():
             if not self.groups.takes_stop(replica.pod.uid, after_ns):
                 outcomes.note_stop(after_ns, chunk_divisor, had_turns=had_turns)

@@ -154,6 +154,7 @@ def _usage(
             used.borrowed.held_hours,
             totals.serving_input_tokens,
             totals.serving_output_tokens,
+            totals.serving_requests_with_tokens,
         ),
         asked.dedicated_hour,
         revenue_of(pools.get(ref.key) for ref in lease.spec.pools),

@@ -33,6 +33,7 @@ _COUNTERS = (
     "slo_violations",
     "serving_input_tokens",
     "serving_output_tokens",
+    "serving_requests_with_tokens",
 )
 _OF_ROUTERS = (
     "accepted_trajectories",

@@ -115,6 +115,7 @@ def _late_revenue(totals: Totals, revenue: TokenRevenue | None) -> float | None:
         0.0,
         totals.serving_input_tokens,
         totals.serving_output_tokens,
+        totals.serving_requests_with_tokens,
     )
     price = late_price(served, 0, revenue)
     if price.source is not LateSource.REVENUE or price.micros is None:

@@ -7,14 +7,16 @@ fewest late groups are chosen that keep both aims:
 | aim | of |
 |---|---|
 | a round waits at most ``ADDED`` after its last token | a step, from one opening to the next |
-| and at most 1 - ``HIDDEN`` | what it would wait with no group late |
+| and at most ``SHOWN`` | what it would wait with no group late |
 
 Nobody is late while the first holds without: there is nothing to win by older groups. None is late
 before one round was seen whole, and where no number up to the bound does, as many as that.
 
-A number is judged as if one round more had waited with it in full (the rule of succession). The
-fewest that were enough in a few rounds are too few: rare rounds, in which several groups end at
-once, make most of the wait, and the number is chosen because it was lucky so far.
+By the second aim a number is judged as if one round more had waited with it in full (the rule of
+succession). The fewest that were enough in a few rounds are too few: rare rounds, in which several
+groups end at once, make most of the wait, and the number is chosen because it was lucky so far. So
+nine rounds have to be seen before fewer than the bound can be enough. The first aim takes no such
+round: rewards that are long beside a step would fail it by that round alone, whatever was seen.
 
 What a round would have waited with so many late is known once all its groups have their rewards:
 the next later one, counted from the last. That the number changes which groups a round samples is
@@ -31,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 ADDED: Final = 0.01
-HIDDEN: Final = 0.9
+SHOWN: Final = 0.1
 _ROUNDS: Final = 16
 """Three of these are long ones or so, and a change of the task is followed within as many steps."""
 
@@ -50,12 +52,14 @@ def fewest_late(waits: Sequence[Sequence[float]], step_s: float, most: int) -> i
     whole_s = _waited(waits, 0)
     if whole_s <= ADDED * step_s:
         return 0
-    allowed_s = min(ADDED * step_s, (1 - HIDDEN) * whole_s)
     seen = len(waits)
+    # The product of numbers of rounds first: a tenth of ten is one, whatever the seconds.
+    judged_s = SHOWN * (seen + 1) * whole_s
     enough = (
         late
         for late in range(most)
-        if (seen * _waited(waits, late) + whole_s) / (seen + 1) <= allowed_s
+        if (waited_s := _waited(waits, late)) <= ADDED * step_s
+        and seen * waited_s + whole_s <= judged_s
     )
     return next(enough, most)
 

@@ -151,6 +151,12 @@ def _of_result(
             alone = None if regime == Regime.FIXED.value else base
             hours = sum(one.serving_gpu_ms for one in runs[regime]) / _HOUR_MS
             served = _served(runs[regime], hours)
+            if _asks_tokens(options) and served.with_tokens < served.requests:
+                message = (
+                    f"{path}: {name}: says nothing of tokens, by which a late request is to be "
+                    "priced; run it anew, or say --violation"
+                )
+                raise CostError(message)
             late = _late(prices, served, options, None)
             if late.micros is None and used.serving.added_violations:
                 message = (
@@ -171,7 +177,14 @@ def _served(runs: Sequence[RunOutcome], gpu_hours: float) -> ServedTraffic:
         gpu_hours,
         sum(one.input_tokens for one in services),
         sum(one.output_tokens for one in services),
+        sum(one.requests for one in services if one.input_tokens + one.output_tokens),
     )
+
+
+def _asks_tokens(options: argparse.Namespace) -> bool:
+    """Whether a late request is to be priced by what tokens earn, as the flags say."""
+    said = options.input_million is not None or options.output_million is not None
+    return said and options.violation is None
 
 
 def _late(
@@ -206,13 +219,14 @@ def _of_leases(
             tokens = int(totals.get("harvestedTokens", 0))
             moved = int(totals.get("weightBytes", 0))
             kept_back = int(totals.get("reservedMilliseconds", 0))
-            served, slow, read, written = (
+            served, slow, read, written, with_tokens = (
                 int(totals.get(name, 0))
                 for name in (
                     "servingRequests",
                     "sloViolations",
                     "servingInputTokens",
                     "servingOutputTokens",
+                    "servingRequestsWithTokens",
                 )
             )
             kept, right = (
@@ -240,7 +254,7 @@ def _of_leases(
         )
         late = _late(
             prices,
-            ServedTraffic(served, used.borrowed.held_hours, read, written),
+            ServedTraffic(served, used.borrowed.held_hours, read, written, with_tokens),
             options,
             _revenue(item, revenues),
         )

@@ -216,6 +216,8 @@ class Totals:
         requests: live requests that ended beside it; ``violations`` are those that missed the SLO
             and had met an open gate.
         input_tokens, output_tokens: of live requests, by their engine's own count.
+        with_tokens: those of ``requests`` that ended while these were counted; fewer where the
+            engine does not say them, or did not at first.
     """
 
     last_ns: int
@@ -232,7 +234,8 @@ class Totals:
     beside_seen: tuple[int, int] | None = None
     input_tokens: int = 0
     output_tokens: int = 0
-    served_seen: tuple[int, int] | None = None
+    with_tokens: int = 0
+    served_seen: tuple[int, int, int] | None = None
 
     def account(
         self,
@@ -277,12 +280,22 @@ class Totals:
         self.violations += _gain(seen[1], violations)
         self.beside_seen = finished, violations
 
-    def note_served(self, input_tokens: int, output_tokens: int) -> None:
-        """Note the serving engine's counts of tokens; those from before the slot do not count."""
-        seen = self.served_seen or (input_tokens, output_tokens)
+    def note_served(self, input_tokens: int, output_tokens: int, finished: int) -> None:
+        """Note the serving engine's counts of tokens; those from before the slot do not count.
+
+        Args:
+            input_tokens: of prompts, as the engine's last page has them; it may be an old one.
+            output_tokens: of answers, likewise.
+            finished: the replica's requests by now; they count once the tokens move, so that an
+                engine that has stopped to say them adds no request without tokens.
+        """
+        seen = self.served_seen or (input_tokens, output_tokens, finished)
+        if self.served_seen and seen[:2] == (input_tokens, output_tokens):
+            return
         self.input_tokens += _gain(seen[0], input_tokens)
         self.output_tokens += _gain(seen[1], output_tokens)
-        self.served_seen = input_tokens, output_tokens
+        self.with_tokens += _gain(seen[2], finished)
+        self.served_seen = input_tokens, output_tokens, finished
 
     def count_reclaim(self, rung: Rung) -> None:
         """Count a rung."""

@@ -242,6 +242,7 @@ def slot_report(slot: GuardedSlot) -> SlotReport | None:
         slo_violations=totals.violations,
         serving_input_tokens=totals.input_tokens,
         serving_output_tokens=totals.output_tokens,
+        serving_requests_with_tokens=totals.with_tokens,
         reclaims=dict(totals.reclaims),
         needs_bytes=status.needs_bytes if status else None,
     )
