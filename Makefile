@@ -78,7 +78,7 @@ test: venv  ## everything that CI runs
 	$(MAKE) --no-print-directory -j 3 check engine cluster sandbox
 	$(MAKE) --no-print-directory -j 2 tap release-parts
 	@rm -f $(RETRIED)
-	status=0; $(CONTAINED) --limit 3000 $(MAKE) --no-print-directory -j 2 -k AGAIN='$(AGAIN)' \
+	status=0; $(CONTAINED) --limit 3600 $(MAKE) --no-print-directory -j 2 -k AGAIN='$(AGAIN)' \
 		test-node unit test-engines test-api test-sandboxes || status=$$?; \
 	if [ -s $(RETRIED) ]; then echo "[lane] tried twice:"; cat $(RETRIED); else echo "[lane] nothing was tried twice"; fi; exit $$status
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"  # last: it installs into the environment that the lanes run in
@@ -126,7 +126,7 @@ test-gpu-node: cluster engine  ## the chart on a node with eight GPUs that are n
 
 # One worker more than CI has cores: many tests wait for processes, and two left half of both cores idle.
 unit: venv  ## what needs neither engine nor cluster
-	$(TIMED) $(CONTAINED) --limit 2100 $(BIN)/pytest -n 3 --dist loadfile -m "not engine and not cluster and not sandbox and not vllm and not long" $(AGAIN) $(ARGS)
+	$(TIMED) $(CONTAINED) --limit 2700 $(BIN)/pytest -n 3 --dist loadfile -m "not engine and not cluster and not sandbox and not vllm and not long" $(AGAIN) $(ARGS)
 
 check: venv  ## lint, types, layers, spelling, drift of generated files
 	$(BIN)/ruff check .
