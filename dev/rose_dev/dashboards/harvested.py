@@ -145,7 +145,6 @@ DASHBOARD = Dashboard(
                             "{{lease}} thousand tokens"
                         ),
                     },
-                    width=24,
                 ),
             ),
         ),
