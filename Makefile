@@ -102,7 +102,7 @@ test-api:
 	$(TIMED) $(BIN)/pytest $(LANE) -n 2 -o watchdog_end=600 -m "cluster and not node and not long" $(AGAIN) $(ARGS)
 
 test-sandboxes:
-	$(TIMED) $(CONTAINED) --limit 600 $(BIN)/pytest -v -n 0 -m sandbox tests/sandbox $(AGAIN) $(ARGS)
+	$(TIMED) $(CONTAINED) --limit 1200 $(BIN)/pytest -v -n 0 -m sandbox tests/sandbox $(AGAIN) $(ARGS)
 
 # Half an hour more than a bare machine has, and what depends on how fast engines are under load.
 test-long: engine cluster  ## what make test leaves out: failures and modes of the GPU node, speeds of real engines
