@@ -73,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         ("--settings", given.settings, scaling.SETTINGS),
     ):
         if unknown := [one for one in asked if one not in known]:
-            parser.error(f"{flag} knows no {unknown[0]!r}; it takes {', '.join(known)}")
+            names = ", ".join(map(repr, known))  # some have a comma
+            parser.error(f"{flag} knows no {unknown[0]!r}; it takes {names}")
     figures: list[Figure] = []
     wrong = 0
     if given.rewards:
