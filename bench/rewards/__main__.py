@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 from bench.record import Figure, figure, record
 from bench.rewards import bursts, hedging, killed, scaling, steps
@@ -34,6 +36,7 @@ def flags() -> argparse.ArgumentParser:
     # Not ``choices``: it refuses a list that is empty.
     add("--trainers", nargs="*", default=list(steps.USUAL), help=f"of {list(steps.TRAINERS)}")
     add("--settings", nargs="*", default=list(scaling.USUAL), help=f"of {list(scaling.SETTINGS)}")
+    add("--processes", type=int, default=1, help="seeds of virtual time that run side by side")
     return parser
 
 
@@ -64,6 +67,13 @@ def _burst(found: bursts.Burst) -> list[Figure]:
     ]
 
 
+def _virtual(given: argparse.Namespace, spread: steps.Spread) -> list[Figure]:
+    seconds, seeds = given.seconds, given.step_seeds
+    rows = scaling.figures(seconds, seeds, given.settings, spread)
+    rows += hedging.figures(given.seed)
+    return rows + (steps.figures(seconds, seeds, given.trainers, spread) if given.trainers else [])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure; 1 when something was lost, doubled or silently 0."""
     parser = flags()
@@ -75,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
         if unknown := [one for one in asked if one not in known]:
             names = ", ".join(map(repr, known))  # some have a comma
             parser.error(f"{flag} knows no {unknown[0]!r}; it takes {names}")
+    if given.processes < 1:
+        parser.error("--processes must be at least 1")
     figures: list[Figure] = []
     wrong = 0
     if given.rewards:
@@ -89,10 +101,13 @@ def main(argv: list[str] | None = None) -> int:
         wrong += met.wrong.total() + met.begun_shut
         figures += _burst(met)
     if given.seconds:
-        figures += scaling.figures(given.seconds, given.step_seeds, given.settings)
-        figures += hedging.figures(given.seed)
-        if given.trainers:
-            figures += steps.figures(given.seconds, given.step_seeds, given.trainers)
+        if given.processes == 1:
+            figures += _virtual(given, map)
+        else:
+            # Spawned: a fork of a process with threads may wait forever for a lock.
+            fresh = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(given.processes, fresh) as pool:
+                figures += _virtual(given, pool.map)
     record("rewards", figures)
     return int(bool(wrong))
 

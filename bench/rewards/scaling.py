@@ -316,48 +316,85 @@ def played(scaler: Autoscaler, seconds: float, seed: int) -> tuple[FollowingPool
     return pools[0], counts
 
 
+@dataclass(frozen=True)
+class Seed:
+    """What came of one seed.
+
+    Attributes:
+        pool: workers that follow the wish.
+        smallest: the smallest fixed pool with the same p99 wait.
+        peak: a fixed pool of as many as ``pool`` had at most.
+        per_start: rewards per start of a worker.
+        added: what a step waits for its last reward, of a step without that.
+        hidden: of a reward's time from its trajectory's end to the result, what no step waits for.
+        stale: of the trajectories trained on, those sampled by an older version.
+    """
+
+    pool: Pool
+    smallest: Pool
+    peak: Pool
+    per_start: float
+    added: float
+    hidden: float
+    stale: float
+
+
+def measured(scaler: Autoscaler, seconds: float, seed: int) -> Seed:
+    """One seed, and pools of a fixed size that verify the same rewards."""
+    following, counts = played(scaler, seconds, seed)
+    pool = following.found()
+    parts = steps.usual(counts.step_parts)
+    shown = parts[steps.LAST_REWARD]
+    return Seed(
+        pool,
+        smallest(following.ends, following.lengths, pool.wait_p99_s),
+        fixed(following.ends, following.lengths, pool.most),
+        len(following.ends) / pool.starts,
+        shown / (sum(parts.values()) - shown),
+        1 - shown / statistics.fmean(following.latencies),
+        steps.stale_share(counts),
+    )
+
+
+_ROWS: Final[Sequence[tuple[str, Callable[[Seed], float], str, Mapping[str, float]]]] = (
+    ("workers busy", lambda one: one.pool.busy_share, "share", {"at_least": 0.9}),
+    (
+        "a fixed pool with the same p99 wait, busy",
+        lambda one: one.smallest.busy_share,
+        "share",
+        {},
+    ),
+    (
+        "a fixed pool of as many as it had at most, busy",
+        lambda one: one.peak.busy_share,
+        "share",
+        {},
+    ),
+    ("added to a step", lambda one: one.added, "share", {"at_most": 0.01}),
+    ("hidden, of a reward's latency", lambda one: one.hidden, "share", {"at_least": 0.9}),
+    ("a version old or more", lambda one: one.stale, "share", {}),
+    ("wait of a reward, p99", lambda one: one.pool.wait_p99_s, "s", {}),
+    ("most workers at a time", lambda one: one.pool.most, "workers", {}),
+    ("rewards per start", lambda one: one.per_start, "rewards", {}),
+    ("fixed pool", lambda one: one.smallest.most, "workers", {}),
+)
+
+
 def figures(
-    seconds: float, seeds: Sequence[int], settings: Collection[str] = USUAL
+    seconds: float,
+    seeds: Sequence[int],
+    settings: Collection[str] = USUAL,
+    spread: steps.Spread = map,
 ) -> list[Figure]:
     """How busy workers are under each setting, and what their rewards add to a step."""
     rows: list[Figure] = []
     for name, scaler in SETTINGS.items():
-        if name not in settings:
-            continue
-        pools, fixed_ones, peaks = list[Pool](), list[Pool](), list[Pool]()
-        added, hidden, per_start = list[float](), list[float](), list[float]()
-        for seed in seeds:
-            pool, counts = played(scaler, seconds, seed)
-            pools.append(pool.found())
-            fixed_ones.append(smallest(pool.ends, pool.lengths, pools[-1].wait_p99_s))
-            peaks.append(fixed(pool.ends, pool.lengths, pools[-1].most))
-            per_start.append(len(pool.ends) / pools[-1].starts)
-            parts = steps.usual(counts.step_parts)
-            shown = parts[steps.LAST_REWARD]
-            added.append(shown / (sum(parts.values()) - shown))
-            hidden.append(1 - shown / statistics.fmean(pool.latencies))
-        title = f"{name}: "
-        rows += [
-            steps.mean(
-                f"{title}workers busy", [p.busy_share for p in pools], "share", at_least=0.9
-            ),
-            steps.mean(
-                f"{title}a fixed pool with the same p99 wait, busy",
-                [p.busy_share for p in fixed_ones],
-                "share",
-            ),
-            steps.mean(
-                f"{title}a fixed pool of as many as it had at most, busy",
-                [p.busy_share for p in peaks],
-                "share",
-            ),
-            steps.mean(f"{title}added to a step", added, "share", at_most=0.01),
-            steps.mean(f"{title}hidden, of a reward's latency", hidden, "share", at_least=0.9),
-            steps.mean(f"{title}wait of a reward, p99", [p.wait_p99_s for p in pools], "s"),
-            steps.mean(f"{title}most workers at a time", [p.most for p in pools], "workers"),
-            steps.mean(f"{title}rewards per start", per_start, "rewards"),
-            steps.mean(f"{title}fixed pool", [p.most for p in fixed_ones], "workers"),
-        ]
+        if name in settings:
+            found = list(spread(partial(measured, scaler, seconds), seeds))
+            rows += [
+                steps.mean(f"{name}: {row}", [value(one) for one in found], unit, **aim)
+                for row, value, unit, aim in _ROWS
+            ]
     return rows
 
 

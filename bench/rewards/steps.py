@@ -23,9 +23,10 @@ them begin.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
 
 from bench.record import Figure, figure
 from bench.scenarios import scenario
@@ -101,6 +102,19 @@ class Added:
         return 1 - self.parts[LAST_REWARD] / REWARD_S
 
 
+_Asked_contra = TypeVar("_Asked_contra", contravariant=True)
+_Found_co = TypeVar("_Found_co", covariant=True)
+
+
+class Spread(Protocol):
+    """``map``, or that of a pool of processes: seeds know nothing of each other."""
+
+    def __call__(
+        self, run: Callable[[_Asked_contra], _Found_co], of: Iterable[_Asked_contra], /
+    ) -> Iterable[_Found_co]:
+        """What ``run`` finds of each, in their order."""
+
+
 Begin = Callable[[VirtualClock, Job, int], None]
 """Told of a job before it runs, and of how many of a group's members it trains on."""
 
@@ -154,8 +168,19 @@ def stale_share(counts: JobCounts) -> float:
     return sum(fate.stale > 0 for fate in trained) / len(trained) if trained else 0.0
 
 
+def _beside(
+    trainer: str, seconds: float, seed: int
+) -> tuple[Sequence[StepParts], Sequence[StepParts], float]:
+    """Steps of a seed without rewards that take time and with them, and what was stale of these."""
+    without, given = (played(trainer, seconds, seed, one) for one in (0.0, REWARD_S))
+    return without.step_parts, given.step_parts, stale_share(given)
+
+
 def figures(
-    seconds: float, seeds: Sequence[int], trainers: Collection[str] = TRAINERS
+    seconds: float,
+    seeds: Sequence[int],
+    trainers: Collection[str] = TRAINERS,
+    spread: Spread = map,
 ) -> list[Figure]:
     """What rewards add under each trainer, the whole batch's first; needs a step of each run."""
     rows: list[Figure] = []
@@ -164,12 +189,9 @@ def figures(
     for trainer in TRAINERS:
         if trainer != "whole" and trainer not in trainers:
             continue  # all are compared with the whole batch
-        found = []
-        after: list[Sequence[StepParts]] = []
-        for seed in seeds:
-            without, given = (played(trainer, seconds, seed, one) for one in (0.0, REWARD_S))
-            after.append(given.step_parts)
-            found.append(compared(without.step_parts, given.step_parts, stale_share(given)))
+        both = list(spread(partial(_beside, trainer, seconds), seeds))
+        found = [compared(*one) for one in both]
+        after = [given for _, given, _ in both]
         whole = whole or [one.before_s for one in found]
         title = f"{trainer}, rewards of {REWARD_S:g} s: "
         rows += [
