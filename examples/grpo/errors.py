@@ -3,7 +3,6 @@
 TrainerError
 ├── TurnRefused     the lease's URL says the request itself is wrong; trying again does not help
 ├── MalformedReply  an answer without the tokens, log-probs or versions a trainer needs
-├── RewardRefused   the rewards' URL says the request itself is wrong
 ├── Unscored        a trajectory has no reward that may be used: its group is left out
 ├── OutOfTime       the time limit came before the turn was complete
 ├── RoundTooLarge  a short round starts more groups than may be in flight
@@ -21,10 +20,6 @@ class TurnRefused(TrainerError):
 
 class MalformedReply(TrainerError):
     """The answer lacks what a trainer needs; it must never be taken for an empty turn."""
-
-
-class RewardRefused(TrainerError):
-    """The rewards' URL answered 4xx: the request is wrong and stays wrong."""
 
 
 class Unscored(TrainerError):

@@ -33,8 +33,9 @@ from examples.grpo.publishing import RosePublisher, Weights
 from examples.grpo.rollouts import Group, Part, Sampler, SamplerStatistics, Trajectory
 from examples.grpo.rounds import RoundSampler
 from examples.grpo.run import Run, Settings, begin
-from examples.grpo.scoring import RewardClient
+from examples.grpo.scoring import TurnRewards
 from rose_trainer.errors import TrainerLibraryError
+from rose_trainer.rewards import RewardClient
 from rose_trainer.rounds import Late, RoundShape
 from rose_wire import flags
 
@@ -89,6 +90,7 @@ async def train(
 
     Raises:
         TrainerError: turns are refused or malformed, or model or rounds do not fit.
+        TrainerLibraryError: weights are not published, or rewards are refused.
     """
     torch.set_num_threads(1)
     torch.manual_seed(settings.seed)
@@ -99,9 +101,8 @@ async def train(
         client = LeaseClient(url, session, deadline, token_file=turn_token, counters=run.counters)
         score = None
         if rewards:
-            members = settings.group_size
-            asked = RewardClient(rewards, session, members, deadline, token_file=reward_token)
-            score = asked.scored
+            asked = RewardClient(rewards, session, reward_token)
+            score = TurnRewards(asked, settings.group_size, deadline).scored
         sampler = _source(run, client, score)
         reason = await _until_over(run, sampler, stop, deadline)
     await asyncio.to_thread(run.report_published, wait=True)
@@ -263,7 +264,7 @@ async def _run(arguments: argparse.Namespace) -> Evaluation:
                 rewards=arguments.rewards,
                 reward_token=arguments.reward_token_file,
             )
-        except TrainerError as error:
+        except (TrainerError, TrainerLibraryError) as error:
             progress.write("end", reason=f"{type(error).__name__}: {error}")
             raise
 

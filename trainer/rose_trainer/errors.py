@@ -6,14 +6,18 @@ TrainerLibraryError
 ├── NotPublished       ``wait`` ran out of time; the version may still become durable
 ├── NotReached         the version is durable, but too few engines serve it
 ├── TurnRefused        the router would not run a turn
+├── RewardRefused      the rewards' URL says that the request is wrong
+├── NoReward           the rewards' URL gave no result in time
 └── Unsupported        a trainer's adapter is asked for what engines that come and go cannot do
 """
 
 __all__ = [
     "BadState",
+    "NoReward",
     "NotPublished",
     "NotReached",
     "PublishFailed",
+    "RewardRefused",
     "TrainerLibraryError",
     "TurnRefused",
     "Unsupported",
@@ -46,6 +50,14 @@ class NotReached(TrainerLibraryError):
 
 class TurnRefused(TrainerLibraryError):
     """The router would not run a turn; says why, and patience is over if it could have later."""
+
+
+class RewardRefused(TrainerLibraryError):
+    """The rewards' URL answered that the request is wrong; it stays wrong, and says what is."""
+
+
+class NoReward(TrainerLibraryError):
+    """There was no result in time; the same request may still get it."""
 
 
 class Unsupported(TrainerLibraryError):
