@@ -10,6 +10,8 @@ LINES = Counter(
     ["outcome"],
     registry=REGISTRY,
 )
+for _outcome in ("answered", "failed", "expired"):
+    LINES.labels(_outcome)
 TRIES = Counter(
     "rose_batches_tries_total",
     "Requests that were sent to the router for lines; more than lines: some were tried again.",
@@ -21,6 +23,8 @@ ENDED = Counter(
     ["status"],
     registry=REGISTRY,
 )
+for _status in ("completed", "failed", "expired", "cancelled"):
+    ENDED.labels(_status)
 WAITING = Gauge("rose_batches_waiting_lines", "Lines that wait for their turn.", registry=REGISTRY)
 RUNNING = Gauge("rose_batches_running_lines", "Lines under way at the router.", registry=REGISTRY)
 STORED = Gauge("rose_batches_stored_bytes", "Bytes of files and answers.", registry=REGISTRY)

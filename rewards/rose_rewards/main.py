@@ -177,6 +177,8 @@ async def running(
         OSError, ValueError: the address is taken, or the token file is wrong.
     """
     listed, teams = functions.read(path), teams_of(token_file)
+    for name in listed:
+        metrics.expect(name)
     # Judges are asked at once and for as long as the list says: neither bound is aiohttp's to set.
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(

@@ -47,3 +47,13 @@ WISH = Gauge(
     ["team"],
     registry=REGISTRY,
 )
+
+
+def expect(function: str) -> None:
+    """Begin a function's series at 0: a first loss is then an increase, and no panel is empty."""
+    for outcome in ("scored", "masked", "lost"):
+        RESULTS.labels(function, outcome)
+    for winner in ("first", "second", "none"):
+        HEDGED.labels(function, winner)
+    for metric in (CORRECT, SECONDS, ENDED):
+        metric.labels(function)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from rose_dev import dashboards, prometheus
+from rose_dev import prometheus
 from rose_dev.dashboards.asking import ask, filled
-from rose_dev.dashboards.model import text
+from rose_dev.dashboards.model import Dashboard, text
 from rose_dev.waiting import wait_until
 from rose_wire.ports import free_port
 
@@ -50,11 +50,11 @@ class Prometheus:
         """Series that a query finds now."""
         return ask(self.url, "query", query=filled(query))
 
-    def empty_panels(self) -> set[str]:
-        """Panels of all dashboards of which no query finds anything."""
+    def empty_panels(self, boards: Collection[Dashboard]) -> set[str]:
+        """Panels of these dashboards of which no query finds anything."""
         return {
             f"{board.title}: {panel['title']}"
-            for board in dashboards.ALL
+            for board in boards
             for panel in json.loads(text(board))["panels"]
             if panel["type"] != "row"
             and not any(self.ask(target["expr"]) for target in panel["targets"])

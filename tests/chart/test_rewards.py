@@ -165,6 +165,25 @@ def test_batches_stand_beside_their_lease_and_show_its_router_a_token_of_it() ->
     )
 
 
+def test_gateway_and_batches_are_scraped_where_they_run() -> None:
+    monitoring = {"monitoring": {"podMonitor": {"enabled": True}}}
+    rendered = render({**VALUES, **monitoring})
+    places = {"rose-rewards": ["rose-system"], "rose-batches": ["research", "team-b"]}
+    pods = {"rose-rewards": ["rose-rewards"], "rose-batches": ["batches-nightly"]}
+    for name, namespaces in places.items():
+        monitor = rendered.one("PodMonitor", name)["spec"]
+        assert monitor["namespaceSelector"]["matchNames"] == namespaces
+        for workload in pods[name]:
+            template = spec(rendered, workload)["template"]
+            wanted = monitor["selector"]["matchLabels"]
+            assert wanted.items() <= template["metadata"]["labels"].items()
+            (container,) = template["spec"]["containers"]
+            (endpoint,) = monitor["podMetricsEndpoints"]
+            assert endpoint["port"] in [port["name"] for port in container["ports"]]
+    without = {one["metadata"]["name"] for one in render(monitoring).all("PodMonitor")}
+    assert not without & places.keys()
+
+
 def test_every_container_of_theirs_is_bounded_and_has_no_right() -> None:
     rendered = render({**VALUES, "commonLabels": {"cost": "x"}}, KEDA)
     mine = [
