@@ -24,6 +24,7 @@ import aiohttp
 import msgspec
 
 from rose_core.rewards.results import Lost, Masked, Result, Scored
+from rose_core.unreadable import UNREADABLE
 from rose_trainer.errors import NoReward, RewardRefused
 from rose_wire import flags
 
@@ -109,7 +110,7 @@ class RewardClient:
 def _result(body: bytes, url: str) -> Result:
     try:
         found: Result = msgspec.json.decode(body, type=Result)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         message = f"{url}: {error}; is that the URL of rose rewards?"
         raise RewardRefused(message) from error
     return found
