@@ -39,14 +39,14 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _NOT_DUMPABLE, _SUBREAPER = 4, 36
 
 
-class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ProgramCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a program reads, and what it prints when it is right."""
 
     input: str
     output: str
 
 
-class Limits(msgspec.Struct, frozen=True):
+class ProgramLimits(msgspec.Struct, frozen=True):
     """Of a reward's ``data``; what else stands there is the caller's own."""
 
     cpu_seconds: int = CPU_SECONDS
@@ -69,10 +69,10 @@ def python(reward: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises:
         msgspec.ValidationError: ``expected`` is no list of cases, or ``data`` has wrong limits.
     """
-    cases = msgspec.convert(reward["expected"] or [], list[Case])
+    cases = msgspec.convert(reward["expected"] or [], list[ProgramCase])
     if not cases:
         return None
-    limits = msgspec.convert(reward["data"] or {}, Limits)
+    limits = msgspec.convert(reward["data"] or {}, ProgramLimits)
     with tempfile.TemporaryDirectory() as name:
         program = Path(name) / "program.py"
         program.write_text(_program(str(reward["answer"])))
@@ -91,7 +91,7 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _printed(program: Path, case: Case, limits: Limits) -> list[str] | None:
+def _printed(program: Path, case: ProgramCase, limits: ProgramLimits) -> list[str] | None:
     """Lines that the program prints; None where they are no text, or too many."""
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
         given.write(case.input.encode())
