@@ -202,14 +202,16 @@ async def test_a_caller_that_does_not_take_the_end_of_its_stream_is_cut_off(
         writer.transport.abort()
 
 
+@pytest.mark.parametrize("broken", [2, 3], ids=["an event", "the end"])
 async def test_no_answer_of_an_error_stands_within_a_stream_that_has_begun(
-    stage: Make, monkeypatch: pytest.MonkeyPatch
+    stage: Make, monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
+    """Written whole are the first event, the second for its template, and the end."""
     written, events = list[object](), parts.sglang
 
     def breaks(*given: Any) -> object:  # noqa: ANN401  # as the events'
         written.append(given)
-        return events(*given) if len(written) < 3 else 1 / 0
+        return events(*given) if len(written) < broken else 1 / 0
 
     monkeypatch.setattr(parts, "sglang", breaks)
     async with stage() as s:

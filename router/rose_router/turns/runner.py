@@ -500,7 +500,10 @@ class LegReader:
             # An engine says it with its first token; what it still learns, with its last.
             begins = handle.tokens == new
             if begins or event.finish is not None or "input_token_logprobs" in meta:
-                kept.update([(name, meta[name]) for name in _PROMPT_META if name in meta])
+                # Another object each time: what was made of it is told by that.
+                turn.prompt_meta = kept | {
+                    name: meta[name] for name in _PROMPT_META if name in meta
+                }
         if self._crossing is None or not _stopped(leg, self._crossing):
             return True
         if halt is None or leg.ended:

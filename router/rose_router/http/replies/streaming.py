@@ -55,8 +55,13 @@ def _named(events: list[dict[str, Any]]) -> bytes:
     )
 
 
-PLAIN = Framing(_line, b"data: [DONE]\n\n")
-"""One event at a time, as OpenAI's chats and SGLang have it."""
+_DONE = b"data: [DONE]\n\n"
+
+PLAIN = Framing(_line, _DONE)
+"""One event at a time, as OpenAI's chats have it."""
+
+LINES = Framing(bytes, _DONE)
+"""The same of events that are written as lines already, as SGLang's are (``generate_events``)."""
 
 NAMED = Framing(_named, b"")
 """Several at a time, each with its type before it; the last one says that it is the last."""

@@ -36,12 +36,21 @@ from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.replies import parts
 from rose_router.http.replies.chat_replies import ChatReplies
 from rose_router.http.replies.completion_replies import CompletionReplies
+from rose_router.http.replies.generate_events import GenerateEvents
 from rose_router.http.replies.json_reply import JsonReply
 from rose_router.http.replies.message_replies import MessageReplies
 from rose_router.http.replies.model_output import OutputReader
 from rose_router.http.replies.parts import TokenNames
 from rose_router.http.replies.response_replies import ResponseReplies
-from rose_router.http.replies.streaming import NAMED, PLAIN, Events, Framing, MergedStream, Stream
+from rose_router.http.replies.streaming import (
+    LINES,
+    NAMED,
+    PLAIN,
+    Events,
+    Framing,
+    MergedStream,
+    Stream,
+)
 from rose_router.http.tokenizer.model_tokenizer import ModelTokenizer
 from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.request import TurnRequest
@@ -114,7 +123,7 @@ class TurnHandlers:
                 self._repeated.learn(raw, request.headers, ask)
         with self._turns(request, ask) as turns:
             if ask.stream:
-                return await self._stream(request, turns[0], self._sglang_events)
+                return await self._stream(request, turns[0], self._sglang_events, LINES)
             await self._wait_all(turns)
             _raise_if_all_failed(turns)
             answers = [self._sglang_answer(turn) for turn in turns]
@@ -443,9 +452,7 @@ class TurnHandlers:
         return TokenNames(self._tokenizer, by_id=by_id)
 
     def _sglang_events(self, turn: Turn) -> Events:
-        while not turn.is_over:
-            yield parts.sglang(turn, self._tokenizer)
-        yield self._sglang_answer(turn)
+        return GenerateEvents(turn, self._tokenizer)
 
     def _sglang_answer(self, turn: Turn) -> dict[str, Any]:
         typed_abort(turn)
