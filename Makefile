@@ -42,8 +42,9 @@ $(VENV)/.stamp: pyproject.toml constraints.txt | $(UV)
 
 venv: $(VENV)/.stamp  ## the Python environment everything else runs in
 
-engine: venv  ## the environment of the real SGLang engine (cached)
+engine: venv  ## the environment of the real SGLang engine, and Mooncake's (cached)
 	@$(BIN)/python -m rose_dev.engine_environment
+	@$(BIN)/python -m rose_dev.mooncake_environment || echo "[set-up] tests of keys between nodes are skipped"
 
 vllm: venv  ## the environment of a real vLLM on CPU (cached; about 6 GB)
 	@$(BIN)/python -m rose_dev.vllm_environment

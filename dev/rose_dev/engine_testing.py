@@ -32,6 +32,7 @@ from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.engine_template import SGLANG, ProcessHandle, Stock, Template
 from rose_dev.models import Recipe, make_model, make_named, tensors
 from rose_dev.shell import ending_with_us
+from rose_engines.kv.pool import PoolSpec
 from rose_engines.node.permit import Permit
 from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import command, environment
@@ -118,6 +119,7 @@ def start_engine(
     apart: bool = False,
     program: Path | None = None,
     kv_store: Path | None = None,
+    kv_pool: PoolSpec | None = None,
 ) -> Iterator[RealEngine]:
     """Start SGLang under a permit that is held open; end its whole process group afterwards.
 
@@ -134,13 +136,14 @@ def start_engine(
         apart: import SGLang anew, as in production: in this network namespace and its own memory.
         program: a test's own, in the place of ROSE's launcher, which it has to run.
         kv_store: folder of keys that it shares with others; None = none.
+        kv_pool: where engines of other nodes find its keys; None = nowhere.
     """
     spec, launch, holder = prepare(
         *(folder, model, spec, version, python or engine_python()),
         opened=opened,
         kv_store=kv_store,
     )
-    launch = replace(launch, device=device, ranks=ranks)
+    launch = replace(launch, device=device, ranks=ranks, kv_pool=kv_pool)
     line, variables = [*command(spec, launch), *more], environment(launch, os.environ)
     alone = apart or device != "cpu" or python is not None
     with (folder / "engine.log").open("wb") as log:

@@ -50,6 +50,8 @@ class EnsureEngine(msgspec.Struct, frozen=True):
         lendable_bytes: device memory that may be lent there; None = unknown.
         lendable_text: that sum in figures, for people; empty = nobody has worked it out.
         lease: whose engine it is, ``namespace/name``.
+        kv_secret: by which pages of the lease's keys are sealed in other nodes' memory; empty =
+            they do not leave this node.
     """
 
     slot: SlotKey
@@ -62,6 +64,7 @@ class EnsureEngine(msgspec.Struct, frozen=True):
     lendable_bytes: int | None = None
     lendable_text: str = ""
     lease: str = ""
+    kv_secret: str = ""
 
 
 class StopEngine(msgspec.Struct, frozen=True):

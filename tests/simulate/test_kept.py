@@ -4,10 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rose_core.rollouts.engines.kv_store import PAGE_TOKENS
+from rose_core.rollouts.engines.kv_store import (
+    LONGEST_SECONDS,
+    PAGE_TOKENS,
+    SETUP_SECONDS,
+    patience,
+)
 from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
-from rose_simulate.model.gpus.kept import LONGEST_SECONDS, SETUP_SECONDS, KeptKeys, patience
+from rose_simulate.model.gpus.kept import KeptKeys
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import run
 from rose_simulate.model.scenarios.costs import costs

@@ -41,7 +41,14 @@ from rose_agent.host.helper.client import HelpedAccounts, HelpedKvFolders, Helpe
 from rose_agent.host.memory.footprints import Footprints
 from rose_agent.host.memory.sizing import Sizer
 from rose_agent.host.options import inputs
-from rose_agent.host.options.arguments import encrypts, kv_folders_of, limiter_of, limits_of, parser
+from rose_agent.host.options.arguments import (
+    encrypts,
+    kv_folders_of,
+    kv_pool_of,
+    limiter_of,
+    limits_of,
+    parser,
+)
 from rose_agent.host.processes.classes import LAUNCHERS
 from rose_agent.host.processes.repair import forget_slot, repair, thaw_all
 from rose_agent.host.route.data_certificate import DataCertificate
@@ -460,4 +467,5 @@ def site_of(facts: NodeFacts, rights: HostPrivileges) -> Site:
         spawner=rights.helper,
         forget=rights.forget,
         kv_folders=rights.kv_folders,
+        kv_pool=kv_pool_of(arguments),
     )

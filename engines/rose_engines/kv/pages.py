@@ -7,7 +7,7 @@ and counts as not there. It finds accidents, not attackers: who may write here i
 for the lease.
 
 The folder holds so many bytes; pages that were used longest ago go first, of all writers. Next
-step: ``sglang.kv_backend`` offers it to SGLang.
+step: ``sglang.kv_backend`` offers it to SGLang, ``pool_process`` brings pages of other nodes.
 """
 
 from __future__ import annotations

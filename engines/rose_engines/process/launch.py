@@ -19,6 +19,7 @@ from rose_core.api.arguments import refusals
 from rose_core.identity import BASE_LABEL
 from rose_core.wire.sync import AdapterSpec
 from rose_engines.errors import ArgumentRefused
+from rose_engines.kv.pool import PoolSpec
 
 PERMIT_VARIABLE = "ROSE_PERMIT"
 SOCKET_VARIABLE = "ROSE_PLUGIN_SOCKET"
@@ -56,6 +57,7 @@ class Launch:
         drafts: it drafts tokens and verifies them.
         kv_store: folder of the keys that the lease's engines share; None = they share none.
         kv_store_bytes: what all of them may keep there together.
+        kv_pool: where other nodes' engines have keys of the lease; None = nowhere.
     """
 
     python: Path
@@ -78,6 +80,7 @@ class Launch:
     drafts: bool = False
     kv_store: Path | None = None
     kv_store_bytes: int = 0
+    kv_pool: PoolSpec | None = None
 
     @property
     def plugged(self) -> bool:

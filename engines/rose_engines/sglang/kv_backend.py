@@ -6,7 +6,10 @@ mean depends on more: how keys are laid out, their type, the model's shape and i
 which no digest of weights knows: how it turns positions into angles), SGLang's release. A digest of
 all that is part of every file's name, so engines that differ in it never meet.
 
-Imported by SGLang inside an engine, and nowhere else. Next step: ``kv_pages`` has the files.
+Where the platform has a pool, pages that the node lacks are brought into the folder before they are
+read, and what is new there is written to the pool (``rose_engines.kv.pool``).
+
+Imported by SGLang inside an engine, and nowhere else. Next step: ``kv.pages`` has the files.
 """
 
 from __future__ import annotations
@@ -17,20 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import xxhash
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
 from rose_engines.kv.pages import BYTES_VARIABLE, FOLDER_VARIABLE, PageFolder
-from rose_engines.sglang.kv_store import threads
-
-
-def _checksum(name: bytes, content: memoryview) -> bytes:
-    state = xxhash.xxh3_128(name)
-    state.update(content)
-    return state.digest()
+from rose_engines.kv.pool import KvPool, PoolSpec
+from rose_engines.kv.pool_process import Opening, checksum
+from rose_engines.sglang.kv_store import prefill, threads
 
 
 class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engines alone
@@ -45,9 +43,9 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
         del more
         self._config = config
         self._suffix = ""
-        self._pages = PageFolder(
-            Path(os.environ[FOLDER_VARIABLE]), int(os.environ[BYTES_VARIABLE]), _checksum
-        )
+        self._folder, self._most = os.environ[FOLDER_VARIABLE], int(os.environ[BYTES_VARIABLE])
+        self._pages = PageFolder(Path(self._folder), self._most, checksum)
+        self._pool: KvPool | None = None
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         """Take over what a page is."""
@@ -60,6 +58,30 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
             Path(get_server_args().model_path, "config.json").read_bytes(),
         )
         self._suffix = "-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        spec = PoolSpec.from_environment()
+        if spec is not None and self._pool is None:
+            self._pool = self._join(spec, page.numel() * page.element_size())
+
+    def _join(self, spec: PoolSpec, page_bytes: int) -> KvPool:
+        return KvPool(
+            [spec.python, "-m", "rose_engines.kv.pool_process"],
+            Opening(
+                *(spec.master, spec.protocol, spec.secret),
+                *(self._folder, self._most, page_bytes),
+            ),
+            spec.gbps * 1e9 / 8,
+            lambda: prefill.seconds_per_token,
+            threads.may_move,
+        )
+
+    def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
+        """Of pages that follow each other, how many can be had: from here first, then the pool."""
+        del extra_info
+        names = [key + self._suffix for key in keys]
+        here = next((at for at, name in enumerate(names) if not self._pages.has(name)), len(keys))
+        if self._pool is None or here == len(names):
+            return here
+        return here + self._pool.count(names[here:])
 
     def exists(self, key: str) -> bool:
         """Whether a page is there; it may still prove to be damaged."""
@@ -87,6 +109,9 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
     ) -> list[torch.Tensor | None]:
         """Pages that follow each other, up to the first that is not there."""
         del target_sizes
+        if self._pool is not None:
+            names = [key + self._suffix for key in keys]
+            self._pool.pull([name for name in names if not self._pages.has(name)])
         found: list[torch.Tensor | None] = []
         for key, target in zip(keys, target_locations or (), strict=True):
             found.append(self.get(key, target))
@@ -105,7 +130,12 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
         del target_location, target_sizes
         if value is None or not threads.may_move():
             return False
-        return self._pages.put(key + self._suffix, _bytes_of(value.contiguous()))
+        name = key + self._suffix
+        fresh = not self._pages.has(name)
+        kept = self._pages.put(name, _bytes_of(value.contiguous()))
+        if kept and fresh and self._pool is not None:
+            self._pool.push(name)
+        return kept
 
     def batch_set(
         self,

@@ -9,6 +9,7 @@ store; before a prefill it fetches what the store has. Stock, that is wrong and 
 | ``FETCH``, engine thread | asks the store for any key | only for the live weights' |
 | store threads | read and write whenever there is work | page by page, under an open permit |
 | ``STOP``, engine thread | waits 10 s for each store thread | who waits for the permit gives up |
+| ``FORWARD`` to ``RESULT`` | | how long prefilling takes: no pull may take longer (``kv.pool``) |
 
 A turn that ran over a commit has a key that is no longer the live weights'
 (``rose_engines.kv.policy``), and weights that a commit has yet to confirm are nobody's. So what is
@@ -32,7 +33,11 @@ STORE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup
 FETCH = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_from_storage"
 STOP = "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_threads"
 EMPTY = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset"
-NEEDED = (STORE, FETCH, STOP, EMPTY)
+FORWARD = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+RESULT = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
+NEEDED = (STORE, FETCH, STOP, EMPTY, FORWARD, RESULT)
+
+_KEPT, _SLOWER = 0.9, 4.0
 
 
 def is_enabled() -> bool:
@@ -69,6 +74,37 @@ class StoreThreads:
 
 
 threads = StoreThreads()
+
+
+class PrefillRate:
+    """What a token of a prompt takes the engine, as of late; one for a process.
+
+    Large batches count for more than small ones, which take their time for nothing. An iteration in
+    whose middle the engine was frozen is no slow one: it counts for four times what was expected.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = self._tokens = self._began = 0.0
+
+    @property
+    def seconds_per_token(self) -> float:
+        """0 = it has prefilled nothing yet."""
+        return self._seconds / self._tokens if self._tokens else 0.0
+
+    def begin(self, now: float) -> None:
+        """An iteration begins."""
+        self._began = now
+
+    def end(self, now: float, tokens: int) -> None:
+        """It has ended, and has prefilled so many tokens and done nothing else."""
+        took, known = now - self._began, self.seconds_per_token
+        if known:
+            took = min(took, _SLOWER * known * tokens)
+        self._seconds = _KEPT * self._seconds + took
+        self._tokens = _KEPT * self._tokens + tokens
+
+
+prefill = PrefillRate()
 
 
 def check(cache: Any) -> None:  # noqa: ANN401  # SGLang's
@@ -137,8 +173,18 @@ def place_hooks(
     registry.register(FETCH, around_fetch, kinds.AROUND)
     registry.register(STOP, around_stop, kinds.AROUND)
     registry.register(EMPTY, after_empty, kinds.AFTER)
+    registry.register(FORWARD, lambda *_, **__: prefill.begin(time.monotonic()), kinds.BEFORE)
+    registry.register(RESULT, _after_result, kinds.AFTER)
     if cpu:
         _stand_in()
+
+
+def _after_result(
+    _result: object, _scheduler: object, batch: Any, *_: object, **__: object
+) -> None:  # noqa: ANN401  # SGLang's
+    mode = batch.forward_mode
+    if mode.is_extend() and not mode.is_mixed() and batch.extend_num_tokens:
+        prefill.end(time.monotonic(), int(batch.extend_num_tokens))
 
 
 def _stand_in() -> None:

@@ -10,10 +10,15 @@ computed, whole pages of it, and computes the rest. A store is a folder in the n
 | whole pages | the rest of the last page |
 | until newer pages need the room, or the lease has no slot on the node | anything longer |
 
+Where the platform has a pool of memory that all nodes reach (``rose_engines.kv.pool``), pages are also
+written there. An engine whose node lacks them pulls them, if that is quicker than to compute them.
+
 Next step: ``rose_engines.kv.policy`` names what is kept.
 """
 
 from __future__ import annotations
+
+import hmac
 
 PAGE_TOKENS = 16
 """Tokens of a page, which is one file: 2 MiB of an 8B's keys in bfloat16.
@@ -22,7 +27,41 @@ Engines compute whole pages at a time, so a page is no longer than the shortest 
 (``rose_core.guard.chunk``).
 """
 
+SETUP_SECONDS = 0.05
+"""Until the first page of a pull comes: pages are looked up, and the pool's nodes connected to."""
+
+LONGEST_SECONDS = 20.0
+"""Of a pull: a third of what a router lets an engine be silent (``placement.watch``), since the
+prefill of what is left follows in silence too."""
+
 _STAGED_CONTEXTS = 2
+
+
+def patience(
+    pages: int, page_bytes: int, seconds_per_token: float, bytes_per_second: float
+) -> float:
+    """Seconds for which a turn waits for its pages; 0 = none are pulled, to prefill is as quick.
+
+    Args:
+        pages: that are missing.
+        page_bytes: of one.
+        seconds_per_token: of the engine's prefill.
+        bytes_per_second: of the link.
+    """
+    computed = min(pages * PAGE_TOKENS * seconds_per_token, LONGEST_SECONDS)
+    pulled = SETUP_SECONDS + pages * page_bytes / bytes_per_second
+    return computed if pulled < computed else 0.0
+
+
+def pool_secret(lease_token: str) -> str:
+    """What names and seals a lease's pages in a pool; engines of the lease alone are given it.
+
+    Args:
+        lease_token: by which the lease's router knows its nodes' agents; empty = none is made.
+    """
+    if not lease_token:
+        return ""
+    return hmac.new(lease_token.encode(), b"rose-kv-pool", "sha256").hexdigest()
 
 
 def whole_pages(tokens: int) -> int:

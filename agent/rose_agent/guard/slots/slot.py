@@ -32,6 +32,7 @@ from rose_core.guard.ladder import LadderLimits, Rung, SlotAction, SlotOrder
 from rose_core.guard.reasons import PACED, GateReason
 from rose_core.guard.slot import EngineSeen, SlotMachine, SlotPhase, SlotSeen, decide
 from rose_core.identity import PodUid, SlotKey, SlotUid
+from rose_core.rollouts.engines.kv_store import pool_secret
 from rose_core.wire.host import Accepted, EngineState, EngineStatus, EnsureEngine, Holder
 from rose_core.wire.sync import Grant
 from rose_engines.node.permit import BadPermit, Permit
@@ -557,6 +558,7 @@ class GuardedSlot:
             lendable_bytes=self.room.bytes,
             lendable_text=self.room.message,
             lease=grant.lease,
+            kv_secret=pool_secret(grant.proof.token) if grant.engine.kv_store_bytes else "",
         )
 
     def renew_room(self) -> None:

@@ -16,6 +16,7 @@ from rose_agent.errors import BadInput, NoLimits
 from rose_agent.host.route.data_certificate import RENEWED_SECONDS
 from rose_agent.host.users.accounts import COUNT
 from rose_agent.host.users.kv_folders import KvFolders
+from rose_engines.kv.pool import PoolSpec
 from rose_agent.os.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
 from rose_wire import flags, tls
 from rose_wire.flags import VerbParser
@@ -106,6 +107,24 @@ def parser() -> argparse.ArgumentParser:
         "--kv-store-mib", type=flags.count, default=0, help="of all leases' keys; 0 = none"
     )
     made.add_argument(
+        "--kv-pool",
+        default="",
+        metavar="HOST:PORT",
+        help="master of the platform's Mooncake store, in which leases' keys are there for other "
+        "nodes; sealed with a secret of the lease",
+    )
+    made.add_argument("--kv-pool-protocol", choices=["tcp", "rdma"], default="tcp")
+    made.add_argument(
+        "--kv-pool-gbps",
+        type=flags.above_zero,
+        default=PoolSpec.gbps,
+        help="of the link from that store to one engine: what would come slower than its prefill "
+        "is computed",
+    )
+    made.add_argument(
+        "--kv-pool-python", default="", help="Python that has Mooncake; the engines' by default"
+    )
+    made.add_argument(
         "--data-tls",
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -183,6 +202,18 @@ def kv_folders_of(arguments: argparse.Namespace) -> KvFolders:
         arguments.kv_store_mib << 20,
         arguments.engine_uid,
         arguments.engine_memory_mib << 20,
+    )
+
+
+def kv_pool_of(arguments: argparse.Namespace) -> PoolSpec | None:
+    """Where leases' keys are there for other nodes; None = nowhere."""
+    if not arguments.kv_pool:
+        return None
+    return PoolSpec(
+        arguments.kv_pool,
+        arguments.kv_pool_protocol,
+        arguments.kv_pool_gbps,
+        arguments.kv_pool_python or str(arguments.engine_python),
     )
 
 

@@ -44,6 +44,7 @@ def check(arguments: argparse.Namespace) -> None:
     _check_models(arguments.models)
     room, shm = arguments.kv_store_mib << 20, arguments.engine_shm_mib << 20
     kv_folders.check(arguments.kv_store, room, shm)
+    _check_pool(arguments)
     if shutil.which(str(arguments.engine_python)) is None:
         raise BadInput(
             f"--engine-python {arguments.engine_python} cannot be run; name a Python that has the "
@@ -51,6 +52,25 @@ def check(arguments: argparse.Namespace) -> None:
         )
     flags.token(arguments.token_file)
     _check_dedicated(arguments)
+
+
+def _check_pool(arguments: argparse.Namespace) -> None:
+    if not arguments.kv_pool:
+        return
+    if arguments.kv_store is None:
+        raise BadInput(
+            "--kv-pool needs --kv-store and --kv-store-mib: pages of other nodes come into the "
+            "lease's folder on this one"
+        )
+    try:
+        flags.target(arguments.kv_pool)
+    except argparse.ArgumentTypeError as error:
+        raise BadInput(f"--kv-pool: {error}") from error
+    python = arguments.kv_pool_python
+    if python and shutil.which(python) is None:
+        raise BadInput(
+            f"--kv-pool-python {python} cannot be run; name a Python that has Mooncake installed"
+        )
 
 
 def _check_models(folder: Path | None) -> None:

@@ -65,6 +65,7 @@ def _launch(order: EngineOrder) -> Launch:
         adapter=order.spec.adapter,
         kv_store=order.kv_store,
         kv_store_bytes=order.spec.kv_store_bytes,
+        kv_pool=order.kv_pool,
     )
 
 

@@ -22,6 +22,7 @@ from rose_agent.host.memory.sizing import Sizer
 from rose_core.devices.memory import EngineSize
 from rose_core.identity import GpuUuid
 from rose_core.wire.sync import EngineSpec
+from rose_engines.kv.pool import PoolSpec
 from rose_engines.node.rundir import SlotDir
 
 
@@ -34,6 +35,7 @@ class EngineOrder:
         gpu_uuids: GPUs of the grant.
         sizer: tells whether the engine fits on them.
         kv_store: folder of the keys that the lease's engines share; None = they share none.
+        kv_pool: where engines of other nodes have keys of the lease; None = nowhere.
     """
 
     spec: EngineSpec
@@ -44,6 +46,7 @@ class EngineOrder:
     gpu_uuids: tuple[GpuUuid, ...] = ()
     sizer: Sizer = field(default_factory=Sizer)
     kv_store: Path | None = None
+    kv_pool: PoolSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from rose_agent.os import processes
 from rose_agent.os.groups import ProcessGroup, end
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.tokenizer_files import digest
+from rose_engines.kv.pool import PoolSpec
 from rose_engines.node.rundir import EngineFile, SlotDir, write_json
 from rose_engines.process.exposed_routes import KEY_VARIABLE
 from rose_wire.ports import free_port
@@ -124,6 +125,7 @@ class EngineProcess:
             gpu_uuids=self._order.gpu_uuids,
             sizer=self._site.sizer,
             kv_store=self._store(),
+            kv_pool=self._pool(),
         )
         program = launcher(order)
         self.drafts, self.refuses = program.drafts, program.refuses
@@ -135,6 +137,13 @@ class EngineProcess:
         if not wanted:
             return None
         return self._site.kv_folders.open(self._folder.uid, self._order.lease, wanted).path
+
+    def _pool(self) -> PoolSpec | None:
+        """The platform's pool, with the lease's secret: what nobody could seal stays here."""
+        pool, secret = self._site.kv_pool, self._order.kv_secret
+        if pool is None or not secret or not self._order.engine.kv_store_bytes:
+            return None
+        return replace(pool, secret=secret)
 
     async def spawn(self, program: EngineProgram) -> process.Spawned:
         """Start it under the enforcer.

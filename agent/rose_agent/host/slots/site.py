@@ -24,6 +24,7 @@ from rose_agent.host.users.kv_folders import KvFolders
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.limits import Limiter, Limits
 from rose_core.identity import SlotUid
+from rose_engines.kv.pool import PoolSpec
 from rose_engines.node.rundir import SlotDir
 
 # Most time an engine may need to become ready, counted while it may run.
@@ -45,6 +46,7 @@ class Site:
         sizer: tells whether an engine fits on its GPUs.
         accounts: who engines run as.
         kv_folders: where the engines of a lease keep keys for each other.
+        kv_pool: where those of other nodes find them, without a lease's secret; None = nowhere.
         limiter: what each of them may take of the node.
         means: how they share GPUs beside time-slicing.
         spawner: who starts engines in the host's place; None = the host itself.
@@ -65,6 +67,7 @@ class Site:
     sizer: Sizer = field(default_factory=Sizer)
     accounts: Accounts = field(default_factory=Accounts)
     kv_folders: KvFolders = field(default_factory=KvFolders)
+    kv_pool: PoolSpec | None = None
     limiter: Limiter = field(default_factory=lambda: Limiter(Limits(), {}, ""))
     means: SharingMeans = field(default_factory=SharingMeans)
     spawner: Spawner | None = None

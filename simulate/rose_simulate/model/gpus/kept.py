@@ -1,8 +1,8 @@
 """Keys and values that outlive the engine that made them: a tier of one job, beside its engines.
 
-**Modelled: the product's store ends at a node** (docs/decisions/0661). This one is reached by all
-engines of a job over a link of a stated rate. A turn waits for it where that is quicker than to
-prefill (``patience``); why the product has none is docs/decisions/0799.
+The product has it where its platform runs a pool (docs/decisions/0850): every engine of a job reaches
+it over a link of a stated rate. A turn waits for it where that is quicker than to prefill
+(``patience``, which engines ask too).
 
 | when | what |
 |---|---|
@@ -19,30 +19,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from rose_core.rollouts.engines.kv_store import PAGE_TOKENS
-
-SETUP_SECONDS = 0.05
-"""Until the first page comes: a connection, its TLS, names hashed and looked up on both sides."""
-
-LONGEST_SECONDS = 20.0
-"""Of a pull: a third of what a router lets an engine be silent (``placement.watch``), since the
-prefill of what is left follows in silence too."""
-
-
-def patience(
-    pages: int, page_bytes: int, seconds_per_token: float, bytes_per_second: float
-) -> float:
-    """Seconds for which a turn waits for its pages; 0 = none are pulled, to prefill is as quick.
-
-    Args:
-        pages: that are missing.
-        page_bytes: of one.
-        seconds_per_token: of the engine's prefill.
-        bytes_per_second: of the link.
-    """
-    computed = min(pages * PAGE_TOKENS * seconds_per_token, LONGEST_SECONDS)
-    pulled = SETUP_SECONDS + pages * page_bytes / bytes_per_second
-    return computed if pulled < computed else 0.0
+from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, SETUP_SECONDS, patience
 
 
 class KeptKeys:

@@ -1,0 +1,255 @@
+"""Pages in the platform's pool: who can open them, how long an engine waits, what it does without."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rose_core.rollouts.engines.kv_store import pool_secret
+from rose_dev.waiting import wait_until
+from rose_engines.kv.pages import PageFolder
+from rose_engines.kv.pool import KvPool, PoolSpec
+from rose_engines.kv.pool_process import Mover, Opening, checksum
+from rose_engines.kv.seal import SEAL_BYTES, Seal
+
+PAGE = bytes(range(256)) * 4
+ONE, OTHER = pool_secret("token of a lease"), pool_secret("token of another")
+SLOW = 0.01  # seconds a token: a pull may take long
+LINK = 1e9
+
+
+class Memory:
+    """What Mooncake's client does, in one process: objects by name, moved by address."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, bytes] = {}
+
+    def register_buffer(self, at: int, size: int) -> int:
+        return 0 if at and size else -1
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [int(name in self.held) for name in names]
+
+    def batch_get_into(self, names: list[str], at: list[int], sizes: list[int]) -> list[int]:
+        found = []
+        for name, place, size in zip(names, at, sizes, strict=True):
+            held = self.held.get(name, b"")
+            if held and len(held) <= size:
+                ctypes.memmove(place, held, len(held))
+            found.append(len(held) or -704)
+        return found
+
+    def batch_put_from(self, names: list[str], at: list[int], sizes: list[int]) -> list[int]:
+        for name, place, size in zip(names, at, sizes, strict=True):
+            self.held.setdefault(name, ctypes.string_at(place, size))
+        return [0] * len(names)
+
+    def remove(self, name: str) -> int:
+        return 0 if self.held.pop(name, b"") else -704
+
+
+def folder(path: Path) -> PageFolder:
+    path.mkdir(exist_ok=True)
+    return PageFolder(path, 1 << 20, checksum)
+
+
+def mover(memory: Memory, path: Path, secret: str = ONE) -> Mover:
+    return Mover(memory, folder(path), Seal(secret), len(PAGE))
+
+
+def test_a_page_is_opened_by_its_lease_alone_and_under_its_own_name() -> None:
+    sealed = memoryview(bytearray(len(PAGE) + SEAL_BYTES))
+    seal = Seal(ONE)
+    seal.close("page", memoryview(PAGE), sealed)
+    assert Seal(ONE).open("page", sealed) == PAGE
+    assert PAGE[:64] not in bytes(sealed)
+    assert Seal(ONE).open("another", sealed) is None
+    assert Seal(OTHER).open("page", sealed) is None
+    assert Seal(OTHER).name("page") != seal.name("page") != seal.name("another")
+    for place in (0, SEAL_BYTES, len(sealed) - 1):
+        sealed[place] ^= 1
+        assert seal.open("page", sealed) is None
+        sealed[place] ^= 1
+    with pytest.raises(ValueError, match="secret"):
+        Seal("")
+
+
+def test_a_lease_has_a_secret_where_its_router_has_a_token() -> None:
+    assert len({ONE, OTHER, pool_secret("")}) == 3
+    assert pool_secret("") == ""
+    assert "token of a lease" not in ONE
+    assert ONE not in repr(PoolSpec("m:1", secret=ONE))
+
+
+def test_pages_go_from_one_nodes_folder_to_anothers(tmp_path: Path) -> None:
+    memory = Memory()
+    here, there = mover(memory, tmp_path / "here"), mover(memory, tmp_path / "there")
+    for name in ("a", "b"):
+        assert folder(tmp_path / "here").put(name, memoryview(PAGE))
+    assert here.push(["a", "b", "gone"]) == 2
+    assert there.count(["a", "b", "c"]) == 2
+    assert there.pull(["a", "b", "c"]) == 2
+    got = memoryview(bytearray(len(PAGE)))
+    assert folder(tmp_path / "there").get("b", got)
+    assert bytes(got) == PAGE
+    assert not folder(tmp_path / "there").has("c")
+
+
+def test_another_leases_pages_are_not_found_and_what_was_changed_is_not_kept(
+    tmp_path: Path,
+) -> None:
+    memory = Memory()
+    here, there = mover(memory, tmp_path / "here"), mover(memory, tmp_path / "there")
+    for name in ("a", "b"):
+        folder(tmp_path / "here").put(name, memoryview(PAGE))
+    here.push(["a", "b"])
+    stranger = mover(memory, tmp_path / "stranger", OTHER)
+    assert (stranger.count(["a"]), stranger.pull(["a"])) == (0, 0)
+    first, second = memory.held
+    memory.held[first] = memory.held[second]  # another page's bytes, well sealed
+    assert there.pull(["a", "b"]) == 0
+    assert not folder(tmp_path / "there").has("a")
+    assert first not in memory.held
+    memory.held[second] = memory.held[second][:-1]
+    assert there.pull(["b"]) == 0
+
+
+STUB = """
+import json, os, sys, time
+print(json.dumps({"ready": True}), flush=True)
+sys.stdin.readline()
+for line in sys.stdin:
+    order = json.loads(line)
+    with open(sys.argv[1], "a") as log:
+        print(order["do"], *order["pages"], file=log)
+    time.sleep(float(sys.argv[2]))
+    print(json.dumps({"done": min(len(order["pages"]), int(sys.argv[3]))}), flush=True)
+"""
+
+
+class Asked:
+    """A pool whose process writes down what it is asked, and answers after a while."""
+
+    def __init__(self, pool: KvPool, log: Path) -> None:
+        self.pool, self._log = pool, log
+
+    @property
+    def lines(self) -> list[str]:
+        return self._log.read_text().splitlines() if self._log.exists() else []
+
+    def ready(self) -> None:
+        wait_until(lambda: self.pool.count(["x"] * 64) > 0, "it answers", seconds=30)
+        self._log.unlink()
+
+
+@contextmanager
+def asked(
+    tmp_path: Path,
+    *,
+    wait: float = 0.0,
+    done: int = 99,
+    seconds_per_token: float = SLOW,
+    may_move: Callable[[], bool] = lambda: True,
+) -> Iterator[Asked]:
+    log = tmp_path / "asked"
+    command = [sys.executable, "-c", STUB, str(log), str(wait), str(done)]
+    opening = Opening("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
+    pool = KvPool(command, opening, LINK, lambda: seconds_per_token, may_move)
+    try:
+        yield Asked(pool, log)
+    finally:
+        pool.close()
+
+
+def names(count: int) -> list[str]:
+    return [f"p{place}" for place in range(count)]
+
+
+def test_pages_are_pulled_a_few_at_a_time_up_to_the_first_that_is_not_there(
+    tmp_path: Path,
+) -> None:
+    with asked(tmp_path, done=5) as one:
+        one.ready()
+        one.pool.pull(names(20))
+        assert one.lines == ["pull " + " ".join(names(8))]
+
+
+def test_all_pages_are_pulled_where_all_are_there(tmp_path: Path) -> None:
+    with asked(tmp_path) as one:
+        one.ready()
+        one.pool.pull(names(20))
+        assert [len(line.split()) - 1 for line in one.lines] == [8, 8, 4]
+
+
+@pytest.mark.parametrize("seconds_per_token", [0.0, 1e-9])
+def test_nothing_is_asked_where_prefilling_is_as_quick_or_its_pace_is_not_known(
+    tmp_path: Path, seconds_per_token: float
+) -> None:
+    with asked(tmp_path, seconds_per_token=seconds_per_token) as one:
+        assert one.pool.count(names(64)) == 0
+        one.pool.pull(names(64))
+        assert one.lines == []
+
+
+def test_nothing_is_asked_under_a_closed_permit(tmp_path: Path) -> None:
+    permit = threading.Event()
+    permit.set()
+    with asked(tmp_path, may_move=permit.is_set) as one:
+        one.ready()
+        permit.clear()
+        assert one.pool.count(names(64)) == 0
+        one.pool.pull(names(64))
+        one.pool.push("p0")
+        assert one.lines == []
+
+
+def test_a_late_answer_is_not_waited_for_and_the_pool_is_then_left_alone(tmp_path: Path) -> None:
+    with asked(tmp_path) as ready:
+        ready.ready()
+    with asked(tmp_path, wait=3600.0) as one:
+        wait_until(lambda: one.pool._look(), "it has started", seconds=30)  # noqa: SLF001
+        assert one.pool.count(names(64)) == 0  # returns, after what a prefill would take
+        assert one.lines == ["count " + " ".join(names(64))]
+        one.pool.pull(names(64))  # at once
+        assert len(one.lines) == 1
+
+
+def test_a_process_that_ends_costs_no_more_than_its_pages(tmp_path: Path) -> None:
+    with asked(tmp_path) as one:
+        one.ready()
+        process = one.pool._process  # noqa: SLF001
+        assert process is not None
+        process.kill()
+        process.wait()
+        assert one.pool.count(names(64)) == 0
+        one.pool.pull(names(64))
+        assert one.lines == []
+
+
+def test_a_program_that_cannot_be_run_costs_nothing(tmp_path: Path) -> None:
+    opening = Opening("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
+    pool = KvPool(["/nowhere/python"], opening, LINK, lambda: SLOW, lambda: True)
+    assert pool.count(names(64)) == 0
+    pool.pull(names(64))
+
+
+def test_new_pages_are_written_beside_everything_else_and_not_more_than_can_wait(
+    tmp_path: Path,
+) -> None:
+    with asked(tmp_path) as one:
+        one.ready()
+        for name in names(20):
+            one.pool.push(name)
+        wait_until(
+            lambda: sum(len(line.split()) - 1 for line in one.lines) == 20, "written", seconds=30
+        )
+        assert {line.split()[0] for line in one.lines} == {"push"}
+    for name in names(5000):  # nobody takes them any more
+        one.pool.push(name)
+    assert one.pool._waiting.qsize() <= 512  # noqa: SLF001
