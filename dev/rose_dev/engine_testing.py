@@ -27,12 +27,12 @@ from rose_core.delta.codec import name_of
 from rose_core.delta.manifest import Manifest
 from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
+from rose_core.rollouts.engines.kv_store import PoolSpec
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.engine_template import SGLANG, ProcessHandle, Stock, Template
 from rose_dev.models import Recipe, make_model, make_named, tensors
 from rose_dev.shell import ending_with_us
-from rose_engines.kv.pool import PoolSpec
 from rose_engines.node.permit import Permit
 from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import command, environment

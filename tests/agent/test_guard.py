@@ -27,6 +27,7 @@ from rose_core.guard.slack import Slack
 from rose_core.guard.slot import SlotMachine, SlotPhase
 from rose_core.host_reasons import HostReason
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
+from rose_core.rollouts.engines.kv_store import pool_secret
 from rose_core.telemetry.events import (
     Arrived,
     Ended,
@@ -46,6 +47,7 @@ from rose_core.wire.sync import (
     Grant,
     PoolPolicy,
     ReplicaGroup,
+    RouterProof,
     Sharing,
     SignalSource,
     SyncReply,
@@ -544,3 +546,14 @@ async def test_what_became_of_the_engine_is_in_the_flight_recorder_once(
         ("Failed", "LimitReached"),
         ("Serving", ""),
     ]
+
+
+async def test_a_lease_with_a_store_of_keys_has_a_secret_for_those_that_leave_the_node(
+    guard: tuple[Guard, Permit],
+) -> None:
+    slot = guard[0].slots[KEY.uid]
+    kept = msgspec.structs.replace(GRANT.engine, kv_store_bytes=1 << 30)
+    known = msgspec.structs.replace(GRANT, engine=kept, proof=RouterProof("token of the lease"))
+    assert slot._order(known).kv_secret == pool_secret("token of the lease") != ""
+    assert slot._order(msgspec.structs.replace(known, proof=RouterProof())).kv_secret == ""
+    assert slot._order(msgspec.structs.replace(known, engine=GRANT.engine)).kv_secret == ""

@@ -422,6 +422,30 @@ def test_keys_of_leases_lie_in_memory_that_counts_to_the_hosts() -> None:
         render({**LENDING, "engineHost": own})
 
 
+def test_keys_leave_their_node_where_the_platform_names_a_pool() -> None:
+    pool: Object = {"master": "mooncake.store:50051", "gbps": 200}
+    named: Object = {"kvStoreGibibytes": 32, "kvPool": pool}
+    words = render({**LENDING, "engineHost": named}).container(
+        "DaemonSet", "rose-engine-host", "engine-host"
+    )["args"]
+    assert [word for word in words if word.startswith("--kv-pool")] == [
+        *("--kv-pool=mooncake.store:50051", "--kv-pool-protocol=tcp", "--kv-pool-gbps=200")
+    ]
+    plain = render({**LENDING, "engineHost": {"kvStoreGibibytes": 32}})
+    args = plain.container("DaemonSet", "rose-engine-host", "engine-host")["args"]
+    assert not [word for word in args if word.startswith("--kv-pool")]
+    with pytest.raises(CommandFailed, match=r"kvPool.master needs engineHost.kvStoreGibibytes"):
+        render({**LENDING, "engineHost": {"kvPool": pool}})
+    closed: Object = {**LENDING, "engineHost": named, "networkPolicy": {"enabled": True}}
+    with pytest.raises(CommandFailed, match=r"name its master's .* in networkPolicy.kvPool"):
+        render(closed)
+    peer = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "store"}}}
+    closed["networkPolicy"] = {"enabled": True, "kvPool": [peer]}
+    policy = render(closed).one("NetworkPolicy", "rose-engine-host")["spec"]
+    assert {"to": [peer]} in policy["egress"]
+    assert not [rule for rule in policy["ingress"] if peer in rule["from"]]
+
+
 def test_limits_that_are_written_count_and_engines_without_one_leave_their_host_none() -> None:
     own = {"limits": {"memory": "9Gi", "cpu": "2"}}
     written = {**LENDING, "engineHost": {"resources": own, "weightSync": {"resources": own}}}

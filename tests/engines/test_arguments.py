@@ -10,8 +10,10 @@ from msgspec.structs import replace
 
 from rose_core.api.arguments import ALLOWED
 from rose_core.guard.freezing import Grace
+from rose_core.rollouts.engines.kv_store import PoolSpec
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_engines.errors import ArgumentRefused
+from rose_engines.kv.pool import POOL_VARIABLE
 from rose_engines.process.launch import Launch, check_arguments
 from rose_engines.sglang.arguments import command, environment, python_path
 from rose_engines.sglang.launch import on_cpu
@@ -173,6 +175,16 @@ def test_an_engine_with_a_store_of_keys_has_pages_that_its_chunks_are_whole_of()
     assert given["ROSE_KV_STORE_BYTES"] == str(1 << 30)
     assert "--enable-hierarchical-cache" not in pairs(command(asked, LAUNCH))
     assert "ROSE_KV_STORE" not in environment(LAUNCH, {"ROSE_KV_STORE": "/of/the/host"})
+
+
+def test_an_engine_with_a_store_is_told_of_the_pool_and_one_without_is_not() -> None:
+    pool = PoolSpec("m:1", secret="of the lease")
+    told = msgspec.json.decode(
+        environment(replace_launch(STORING, kv_pool=pool), {})[POOL_VARIABLE], type=PoolSpec
+    )
+    assert told == replace_launch(pool, python=str(STORING.python))
+    assert POOL_VARIABLE not in environment(STORING, {POOL_VARIABLE: "of the host"})
+    assert POOL_VARIABLE not in environment(replace_launch(LAUNCH, kv_pool=pool), {})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Pages in the platform's pool: who can open them, how long an engine waits, what it does without."""
+"""Pages in the platform's pool: who can open them, and how long an engine waits for them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.rollouts.engines.kv_store import pool_secret
+from rose_core.rollouts.engines.kv_store import PoolSpec, pool_secret
 from rose_dev.waiting import wait_until
 from rose_engines.kv.pages import PageFolder
-from rose_engines.kv.pool import KvPool, PoolSpec
+from rose_engines.kv.pool import KvPool
 from rose_engines.kv.pool_process import Mover, Opening, checksum
 from rose_engines.kv.seal import SEAL_BYTES, Seal
 
@@ -213,7 +213,7 @@ def test_a_late_answer_is_not_waited_for_and_the_pool_is_then_left_alone(tmp_pat
     with asked(tmp_path) as ready:
         ready.ready()
     with asked(tmp_path, wait=3600.0) as one:
-        wait_until(lambda: one.pool._look(), "it has started", seconds=30)  # noqa: SLF001
+        wait_until(one.pool._look, "it has started", seconds=30)
         assert one.pool.count(names(64)) == 0  # returns, after what a prefill would take
         assert one.lines == ["count " + " ".join(names(64))]
         one.pool.pull(names(64))  # at once
@@ -223,7 +223,7 @@ def test_a_late_answer_is_not_waited_for_and_the_pool_is_then_left_alone(tmp_pat
 def test_a_process_that_ends_costs_no_more_than_its_pages(tmp_path: Path) -> None:
     with asked(tmp_path) as one:
         one.ready()
-        process = one.pool._process  # noqa: SLF001
+        process = one.pool._process
         assert process is not None
         process.kill()
         process.wait()
@@ -252,4 +252,4 @@ def test_new_pages_are_written_beside_everything_else_and_not_more_than_can_wait
         assert {line.split()[0] for line in one.lines} == {"push"}
     for name in names(5000):  # nobody takes them any more
         one.pool.push(name)
-    assert one.pool._waiting.qsize() <= 512  # noqa: SLF001
+    assert one.pool._waiting.qsize() <= 512

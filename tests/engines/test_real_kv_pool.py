@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, pool_secret, whole_pages
+from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, PoolSpec, pool_secret, whole_pages
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.mooncake_environment import Pool, is_ready, mooncake_python, serving
 from rose_dev.waiting import until
-from rose_engines.kv.pool import PoolSpec
 from rose_engines.process.client import TurnClient
 from rose_engines.weights.control import ControlClient
 from tests.engines.test_real_kv_store import (

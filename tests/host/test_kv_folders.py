@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -9,20 +10,26 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
 
 from rose_agent.errors import BadEngine, BadInput, NoMemory
 from rose_agent.host import main
-from rose_agent.host.options.arguments import parser
+from rose_agent.host.options import inputs
+from rose_agent.host.options.arguments import kv_pool_of, parser
 from rose_agent.host.processes import exec_engine
 from rose_agent.host.slots.engine_host import EngineHost
+from rose_agent.host.slots.engine_process import EngineProcess
+from rose_agent.host.slots.site import Site
 from rose_agent.host.users import kv_folders
 from rose_agent.host.users.accounts import COUNT
 from rose_agent.host.users.kv_folders import KvFolders
 from rose_agent.os.freezers import Freezer
-from rose_core.wire.host import EngineState, StopEngine
+from rose_core.rollouts.engines.kv_store import PoolSpec
+from rose_core.wire.host import EngineState, EnsureEngine, StopEngine
 from rose_dev.waiting import until, wait_until
 from tests.host import apart
 from tests.host.helpers import guarding, order
@@ -204,6 +211,46 @@ async def test_an_engine_has_its_leases_folder_and_the_end_of_its_slot_empties_i
             await until(lambda: found(host, EngineState.FAILED, "no lease"))
         finally:
             await running.stop(0.0)
+
+
+POOL = ["--kv-store", "/keys", "--kv-store-mib", "10", "--kv-pool", "m:50051"]
+
+
+def test_the_pool_is_the_platforms_and_the_secret_the_leases(rundir: Path) -> None:
+    words = ["--rundir", str(rundir), "--engine-python", "/e/python"]
+    assert kv_pool_of(parser().parse_args(words)) is None
+    pool = kv_pool_of(parser().parse_args([*words, *POOL, "--kv-pool-gbps", "200"]))
+    assert pool == PoolSpec("m:50051", "tcp", 200.0, "/e/python")
+    made = replace(order("slot-1"), kv_secret="of the lease")
+    keeping = replace(made, engine=replace(made.engine, kv_store_bytes=MIB))
+    assert pool_of(keeping, pool) == dataclasses.replace(pool, secret="of the lease")
+    assert pool_of(made, pool) is None
+    assert pool_of(keeping, None) is None
+    assert pool_of(replace(keeping, kv_secret=""), pool) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--kv-pool", "m:50051"], "--kv-pool needs --kv-store"),
+        ([*POOL[:-1], "nowhere"], "--kv-pool: "),
+        ([*POOL, "--kv-pool-python", "/nowhere/python"], "cannot be run"),
+    ],
+)
+def test_a_pool_that_cannot_work_is_refused_at_the_start(
+    rundir: Path, models: Path, place: Path, words: list[str], says: str
+) -> None:
+    given = ["--rundir", str(rundir), "--models", str(models), "--engine-python", sys.executable]
+    words = [str(place) if word == "/keys" else word for word in words]
+    with pytest.raises(BadInput, match=says):
+        inputs.check(parser().parse_args([*given, *words]))
+
+
+def pool_of(made: EnsureEngine, pool: PoolSpec | None) -> PoolSpec | None:
+    """What the engine of an order is told."""
+    site = cast("Site", SimpleNamespace(kv_pool=pool))
+    nobody = cast("Any", None)
+    return EngineProcess(made, nobody, site, nobody, nobody)._pool()
 
 
 def found(host: EngineHost, state: EngineState, says: str) -> bool:

@@ -5,7 +5,7 @@ out of the lease's folder. Nothing here may hold the engine up:
 
 | what | bound |
 |---|---|
-| a turn that waits for its pages | ``kv_store.patience``: what their prefill would take, else nothing |
+| a turn that waits for its pages | ``kv_store.patience``: what their prefill would take |
 | an answer that is late, a process that died | it is ended; none is asked for ``REST_SECONDS`` |
 | a closed permit | no order is given; one that is under way ends, ``AT_ONCE`` pages |
 | pages to be written | ``WAITING`` at most; what comes then is not written |
@@ -25,10 +25,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import IO, Any, cast
 
-from rose_core.rollouts.engines.kv_store import patience
+from rose_core.rollouts.engines.kv_store import PoolSpec, patience
 from rose_engines.kv.pool_process import AT_ONCE, Opening
 
 log = logging.getLogger(__name__)
@@ -48,37 +48,15 @@ _PUSH_SECONDS = 5.0  # nobody waits for it but the next page
 _SLICE_SECONDS = 0.02
 
 
-@dataclass(frozen=True)
-class PoolSpec:
-    """The platform's pool, as an engine is told of it.
+def to_text(spec: PoolSpec) -> str:
+    """For an engine's environment."""
+    return json.dumps(asdict(spec))
 
-    Attributes:
-        master: ``host:port`` of Mooncake's master.
-        protocol: ``tcp`` or ``rdma``.
-        gbps: of the link to one engine, gigabits per second.
-        python: that has Mooncake.
-        secret: of the engine's lease.
-    """
 
-    master: str
-    protocol: str = "tcp"
-    gbps: float = 100.0
-    python: str = ""
-    secret: str = ""
-
-    def __repr__(self) -> str:
-        """Without the secret: specifications end up in logs."""
-        return f"PoolSpec({self.master})"
-
-    def text(self) -> str:
-        """For an engine's environment."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_environment(cls) -> PoolSpec | None:
-        """What this engine was told; None = of no pool."""
-        text = os.environ.get(POOL_VARIABLE)
-        return cls(**json.loads(text)) if text else None
+def from_environment() -> PoolSpec | None:
+    """What this engine was told; None = of no pool."""
+    text = os.environ.get(POOL_VARIABLE)
+    return PoolSpec(**json.loads(text)) if text else None
 
 
 class _Silent(Exception):

@@ -17,9 +17,9 @@ from pathlib import Path
 import rose_engines
 from rose_core.api.arguments import refusals
 from rose_core.identity import BASE_LABEL
+from rose_core.rollouts.engines.kv_store import PoolSpec
 from rose_core.wire.sync import AdapterSpec
 from rose_engines.errors import ArgumentRefused
-from rose_engines.kv.pool import PoolSpec
 
 PERMIT_VARIABLE = "ROSE_PERMIT"
 SOCKET_VARIABLE = "ROSE_PLUGIN_SOCKET"

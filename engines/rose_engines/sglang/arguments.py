@@ -21,7 +21,7 @@ from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
 from rose_engines.kv.pages import BYTES_VARIABLE, FOLDER_VARIABLE
 from rose_engines.kv.policy import KEEP
-from rose_engines.kv.pool import POOL_VARIABLE
+from rose_engines.kv.pool import POOL_VARIABLE, to_text
 from rose_engines.node import activity
 from rose_engines.process.launch import (
     Launch,
@@ -218,7 +218,8 @@ def environment(launch: Launch, inherited: Mapping[str, str], threads: int = 1) 
         chosen[BYTES_VARIABLE] = str(launch.kv_store_bytes)
         if launch.kv_pool is not None:
             pool = launch.kv_pool
-            chosen[POOL_VARIABLE] = replace(pool, python=pool.python or str(launch.python)).text()
+            told = replace(pool, python=pool.python or str(launch.python))
+            chosen[POOL_VARIABLE] = to_text(told)
     if launch.activity is not None:
         chosen[activity.VARIABLE] = str(launch.activity)
     if launch.plugin_socket is not None and launch.adapter is not None:

@@ -25,8 +25,9 @@ from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
+from rose_core.rollouts.engines.kv_store import PoolSpec
 from rose_engines.kv.pages import BYTES_VARIABLE, FOLDER_VARIABLE, PageFolder
-from rose_engines.kv.pool import KvPool, PoolSpec
+from rose_engines.kv.pool import KvPool, from_environment
 from rose_engines.kv.pool_process import Opening, checksum
 from rose_engines.sglang.kv_store import prefill, threads
 
@@ -58,7 +59,7 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
             Path(get_server_args().model_path, "config.json").read_bytes(),
         )
         self._suffix = "-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-        spec = PoolSpec.from_environment()
+        spec = from_environment()
         if spec is not None and self._pool is None:
             self._pool = self._join(spec, page.numel() * page.element_size())
 

@@ -180,8 +180,12 @@ def place_hooks(
 
 
 def _after_result(
-    _result: object, _scheduler: object, batch: Any, *_: object, **__: object
-) -> None:  # noqa: ANN401  # SGLang's
+    _result: object,
+    _scheduler: object,
+    batch: Any,  # noqa: ANN401
+    *_: object,
+    **__: object,
+) -> None:
     mode = batch.forward_mode
     if mode.is_extend() and not mode.is_mixed() and batch.extend_num_tokens:
         prefill.end(time.monotonic(), int(batch.extend_num_tokens))

@@ -10,8 +10,8 @@ computed, whole pages of it, and computes the rest. A store is a folder in the n
 | whole pages | the rest of the last page |
 | until newer pages need the room, or the lease has no slot on the node | anything longer |
 
-Where the platform has a pool of memory that all nodes reach (``rose_engines.kv.pool``), pages are also
-written there. An engine whose node lacks them pulls them, if that is quicker than to compute them.
+Where the platform has a pool of memory that all nodes reach (``rose_engines.kv.pool``), pages are
+also written there. An engine whose node lacks them pulls them, if to compute them takes longer.
 
 Next step: ``rose_engines.kv.policy`` names what is kept.
 """
@@ -19,6 +19,7 @@ Next step: ``rose_engines.kv.policy`` names what is kept.
 from __future__ import annotations
 
 import hmac
+from dataclasses import dataclass
 
 PAGE_TOKENS = 16
 """Tokens of a page, which is one file: 2 MiB of an 8B's keys in bfloat16.
@@ -51,6 +52,29 @@ def patience(
     computed = min(pages * PAGE_TOKENS * seconds_per_token, LONGEST_SECONDS)
     pulled = SETUP_SECONDS + pages * page_bytes / bytes_per_second
     return computed if pulled < computed else 0.0
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """The platform's pool, as an engine is told of it.
+
+    Attributes:
+        master: ``host:port`` of Mooncake's master.
+        protocol: ``tcp`` or ``rdma``.
+        gbps: of the link to one engine, gigabits per second.
+        python: that has Mooncake; empty = the engine's.
+        secret: of the engine's lease.
+    """
+
+    master: str
+    protocol: str = "tcp"
+    gbps: float = 100.0
+    python: str = ""
+    secret: str = ""
+
+    def __repr__(self) -> str:
+        """Without the secret: specifications end up in logs."""
+        return f"PoolSpec({self.master})"
 
 
 def pool_secret(lease_token: str) -> str:

@@ -16,8 +16,8 @@ from rose_agent.errors import BadInput, NoLimits
 from rose_agent.host.route.data_certificate import RENEWED_SECONDS
 from rose_agent.host.users.accounts import COUNT
 from rose_agent.host.users.kv_folders import KvFolders
-from rose_engines.kv.pool import PoolSpec
 from rose_agent.os.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
+from rose_core.rollouts.engines.kv_store import PoolSpec
 from rose_wire import flags, tls
 from rose_wire.flags import VerbParser
 

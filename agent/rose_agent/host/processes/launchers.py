@@ -21,8 +21,8 @@ from rose_agent.errors import BadEngine, NoModel
 from rose_agent.host.memory.sizing import Sizer
 from rose_core.devices.memory import EngineSize
 from rose_core.identity import GpuUuid
+from rose_core.rollouts.engines.kv_store import PoolSpec
 from rose_core.wire.sync import EngineSpec
-from rose_engines.kv.pool import PoolSpec
 from rose_engines.node.rundir import SlotDir
 
 

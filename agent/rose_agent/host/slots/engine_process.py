@@ -36,9 +36,9 @@ from rose_agent.host.sharing.sharing import Sharing
 from rose_agent.host.slots.site import Site
 from rose_agent.os import processes
 from rose_agent.os.groups import ProcessGroup, end
+from rose_core.rollouts.engines.kv_store import PoolSpec
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.tokenizer_files import digest
-from rose_engines.kv.pool import PoolSpec
 from rose_engines.node.rundir import EngineFile, SlotDir, write_json
 from rose_engines.process.exposed_routes import KEY_VARIABLE
 from rose_wire.ports import free_port

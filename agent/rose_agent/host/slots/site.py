@@ -24,7 +24,7 @@ from rose_agent.host.users.kv_folders import KvFolders
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.limits import Limiter, Limits
 from rose_core.identity import SlotUid
-from rose_engines.kv.pool import PoolSpec
+from rose_core.rollouts.engines.kv_store import PoolSpec
 from rose_engines.node.rundir import SlotDir
 
 # Most time an engine may need to become ready, counted while it may run.

@@ -1,7 +1,7 @@
 """Keys and values that outlive the engine that made them: a tier of one job, beside its engines.
 
-The product has it where its platform runs a pool (docs/decisions/0850): every engine of a job reaches
-it over a link of a stated rate. A turn waits for it where that is quicker than to prefill
+The product has it where its platform runs a pool (docs/decisions/0850): every engine of a job
+reaches it over a link of a stated rate. A turn waits for it where that is quicker than to prefill
 (``patience``, which engines ask too).
 
 | when | what |
