@@ -15,7 +15,7 @@ from rose_core.rollouts.engines.kv_store import PoolSpec, pool_secret
 from rose_dev.waiting import wait_until
 from rose_engines.kv.pages import PageFolder
 from rose_engines.kv.pool import KvPool
-from rose_engines.kv.pool_process import Mover, Opening, checksum
+from rose_engines.kv.pool_process import AT_ONCE, Mover, Opening, checksum
 from rose_engines.kv.seal import SEAL_BYTES, Seal
 
 PAGE = bytes(range(256)) * 4
@@ -59,22 +59,25 @@ def folder(path: Path) -> PageFolder:
     return PageFolder(path, 1 << 20, checksum)
 
 
-def mover(memory: Memory, path: Path, secret: str = ONE) -> Mover:
-    return Mover(memory, folder(path), Seal(secret), len(PAGE))
+def mover(memory: Memory, path: Path, secret: str = ONE) -> tuple[Mover, memoryview]:
+    """And where it puts what it pulls."""
+    into = memoryview(bytearray(AT_ONCE * len(PAGE)))
+    return Mover(memory, folder(path), Seal(secret), len(PAGE), into), into
 
 
 def test_a_page_is_opened_by_its_lease_alone_and_under_its_own_name() -> None:
-    sealed = memoryview(bytearray(len(PAGE) + SEAL_BYTES))
+    sealed, into = memoryview(bytearray(len(PAGE) + SEAL_BYTES)), memoryview(bytearray(len(PAGE)))
     seal = Seal(ONE)
     seal.close("page", memoryview(PAGE), sealed)
-    assert Seal(ONE).open("page", sealed) == PAGE
+    assert Seal(ONE).open("page", sealed, into)
+    assert bytes(into) == PAGE
     assert PAGE[:64] not in bytes(sealed)
-    assert Seal(ONE).open("another", sealed) is None
-    assert Seal(OTHER).open("page", sealed) is None
+    assert not Seal(ONE).open("another", sealed, into)
+    assert not Seal(OTHER).open("page", sealed, into)
     assert Seal(OTHER).name("page") != seal.name("page") != seal.name("another")
     for place in (0, SEAL_BYTES, len(sealed) - 1):
         sealed[place] ^= 1
-        assert seal.open("page", sealed) is None
+        assert not seal.open("page", sealed, into)
         sealed[place] ^= 1
     with pytest.raises(ValueError, match="secret"):
         Seal("")
@@ -87,34 +90,30 @@ def test_a_lease_has_a_secret_where_its_router_has_a_token() -> None:
     assert ONE not in repr(PoolSpec("m:1", secret=ONE))
 
 
-def test_pages_go_from_one_nodes_folder_to_anothers(tmp_path: Path) -> None:
+def test_pages_go_from_one_node_to_another(tmp_path: Path) -> None:
     memory = Memory()
-    here, there = mover(memory, tmp_path / "here"), mover(memory, tmp_path / "there")
-    for name in ("a", "b"):
-        assert folder(tmp_path / "here").put(name, memoryview(PAGE))
+    (here, _), (there, into) = mover(memory, tmp_path / "here"), mover(memory, tmp_path / "there")
+    for name, content in (("a", PAGE), ("b", PAGE[::-1])):
+        assert folder(tmp_path / "here").put(name, memoryview(content))
     assert here.push(["a", "b", "gone"]) == 2
     assert there.count(["a", "b", "c"]) == 2
     assert there.pull(["a", "b", "c"]) == 2
-    got = memoryview(bytearray(len(PAGE)))
-    assert folder(tmp_path / "there").get("b", got)
-    assert bytes(got) == PAGE
-    assert not folder(tmp_path / "there").has("c")
+    assert bytes(into[: 2 * len(PAGE)]) == PAGE + PAGE[::-1]
 
 
-def test_another_leases_pages_are_not_found_and_what_was_changed_is_not_kept(
+def test_another_leases_pages_are_not_found_and_what_was_changed_does_not_come(
     tmp_path: Path,
 ) -> None:
     memory = Memory()
-    here, there = mover(memory, tmp_path / "here"), mover(memory, tmp_path / "there")
+    (here, _), (there, _) = mover(memory, tmp_path / "here"), mover(memory, tmp_path / "there")
     for name in ("a", "b"):
         folder(tmp_path / "here").put(name, memoryview(PAGE))
     here.push(["a", "b"])
-    stranger = mover(memory, tmp_path / "stranger", OTHER)
+    stranger, _ = mover(memory, tmp_path / "stranger", OTHER)
     assert (stranger.count(["a"]), stranger.pull(["a"])) == (0, 0)
     first, second = memory.held
     memory.held[first] = memory.held[second]  # another page's bytes, well sealed
     assert there.pull(["a", "b"]) == 0
-    assert not folder(tmp_path / "there").has("a")
     assert first not in memory.held
     memory.held[second] = memory.held[second][:-1]
     assert there.pull(["b"]) == 0
@@ -122,8 +121,9 @@ def test_another_leases_pages_are_not_found_and_what_was_changed_is_not_kept(
 
 STUB = """
 import json, os, sys, time
+opening = json.loads(sys.stdin.readline())
+os.pwrite(opening["shared"], bytes(range(8)) * opening["page_bytes"], 0)
 print(json.dumps({"ready": True}), flush=True)
-sys.stdin.readline()
 for line in sys.stdin:
     order = json.loads(line)
     with open(sys.argv[1], "a") as log:
@@ -171,19 +171,25 @@ def names(count: int) -> list[str]:
     return [f"p{place}" for place in range(count)]
 
 
+def room(count: int) -> list[memoryview]:
+    return [memoryview(bytearray(len(PAGE))) for _ in range(count)]
+
+
 def test_pages_are_pulled_a_few_at_a_time_up_to_the_first_that_is_not_there(
     tmp_path: Path,
 ) -> None:
     with asked(tmp_path, done=5) as one:
         one.ready()
-        one.pool.pull(names(20))
+        assert one.pool.pull(names(20), room(20)) == 5
         assert one.lines == ["pull " + " ".join(names(8))]
 
 
 def test_all_pages_are_pulled_where_all_are_there(tmp_path: Path) -> None:
     with asked(tmp_path) as one:
         one.ready()
-        one.pool.pull(names(20))
+        into = room(20)
+        assert one.pool.pull(names(20), into) == 20
+        assert {bytes(page) for page in into} == {bytes(range(8)) * (len(PAGE) // 8)}
         assert [len(line.split()) - 1 for line in one.lines] == [8, 8, 4]
 
 
@@ -193,7 +199,7 @@ def test_nothing_is_asked_where_prefilling_is_as_quick_or_its_pace_is_not_known(
 ) -> None:
     with asked(tmp_path, seconds_per_token=seconds_per_token) as one:
         assert one.pool.count(names(64)) == 0
-        one.pool.pull(names(64))
+        assert one.pool.pull(names(64), room(64)) == 0
         assert one.lines == []
 
 
@@ -204,7 +210,7 @@ def test_nothing_is_asked_under_a_closed_permit(tmp_path: Path) -> None:
         one.ready()
         permit.clear()
         assert one.pool.count(names(64)) == 0
-        one.pool.pull(names(64))
+        assert one.pool.pull(names(64), room(64)) == 0
         one.pool.push("p0")
         assert one.lines == []
 
@@ -216,7 +222,7 @@ def test_a_late_answer_is_not_waited_for_and_the_pool_is_then_left_alone(tmp_pat
         wait_until(one.pool._look, "it has started", seconds=30)
         assert one.pool.count(names(64)) == 0  # returns, after what a prefill would take
         assert one.lines == ["count " + " ".join(names(64))]
-        one.pool.pull(names(64))  # at once
+        assert one.pool.pull(names(64), room(64)) == 0  # at once
         assert len(one.lines) == 1
 
 
@@ -228,7 +234,7 @@ def test_a_process_that_ends_costs_no_more_than_its_pages(tmp_path: Path) -> Non
         process.kill()
         process.wait()
         assert one.pool.count(names(64)) == 0
-        one.pool.pull(names(64))
+        assert one.pool.pull(names(64), room(64)) == 0
         assert one.lines == []
 
 
@@ -236,7 +242,7 @@ def test_a_program_that_cannot_be_run_costs_nothing(tmp_path: Path) -> None:
     opening = Opening("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
     pool = KvPool(["/nowhere/python"], opening, LINK, lambda: SLOW, lambda: True)
     assert pool.count(names(64)) == 0
-    pool.pull(names(64))
+    assert pool.pull(names(64), room(64)) == 0
 
 
 def test_new_pages_are_written_beside_everything_else_and_not_more_than_can_wait(

@@ -1,7 +1,8 @@
 """An engine's side of the platform's pool of keys: what is asked of it, how long, and when not.
 
-The pool is reached by a process beside the engine (``pool_process``), which moves pages into and
-out of the lease's folder. Nothing here may hold the engine up:
+The pool is reached by a process beside the engine (``pool_process``). What it brings lies in memory
+that both have; what it takes away it reads in the lease's folder. Nothing here may hold the engine
+up:
 
 | what | bound |
 |---|---|
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import queue
 import select
@@ -25,11 +27,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import IO, Any, cast
 
 from rose_core.rollouts.engines.kv_store import PoolSpec, patience
-from rose_engines.kv.pool_process import AT_ONCE, Opening
+from rose_engines.kv.pool_process import AT_ONCE, Opening, pieces
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +84,10 @@ class KvPool:
         seconds_per_token: Callable[[], float],
         may_move: Callable[[], bool],
     ) -> None:
-        self._command, self._opening = list(command), opening
+        memory = os.memfd_create("rose-kv-pool")
+        os.ftruncate(memory, AT_ONCE * opening.page_bytes)
+        self._pulled = pieces(memoryview(mmap.mmap(memory, 0)), opening.page_bytes)
+        self._command, self._opening = list(command), replace(opening, shared=memory)
         self._rate = bytes_per_second
         self._seconds_per_token, self._may_move = seconds_per_token, may_move
         self._lock = threading.Lock()
@@ -104,17 +109,18 @@ class KvPool:
         found = self._ask("count", pages, waits)[0]
         return found if self._patience(found) else 0
 
-    def pull(self, pages: Sequence[str]) -> None:
-        """Bring pages into the folder, the first ones first, for as long as that is quicker."""
+    def pull(self, pages: Sequence[str], into: Sequence[memoryview]) -> int:
+        """Bring pages, the first ones first, for as long as that is quicker; how many came."""
         left = self._patience(len(pages))
         for place in range(0, len(pages), AT_ONCE):
             some = pages[place : place + AT_ONCE]
             if left <= 0 or not self._may_move():
-                return
-            done, took = self._ask("pull", some, left)
+                return place
+            done, took = self._ask("pull", some, left, into[place : place + AT_ONCE])
             left -= took
             if done < len(some):  # what follows is of no use without it
-                return
+                return place + done
+        return len(pages)
 
     def push(self, page: str) -> None:
         """Have a page of the folder written to the pool, in a while; dropped where many wait."""
@@ -141,13 +147,16 @@ class KvPool:
             if self._may_move():
                 self._ask("push", some, _PUSH_SECONDS)
 
-    def _ask(self, what: str, pages: Sequence[str], seconds: float) -> tuple[int, float]:
+    def _ask(
+        self, what: str, pages: Sequence[str], seconds: float, into: Sequence[memoryview] = ()
+    ) -> tuple[int, float]:
         """Pages for which it was done, and the seconds that it took; 0 where none could be asked.
 
         Args:
             what: to do.
             pages: names.
             seconds: after which the process is given up, waiting for its turn included.
+            into: where what was pulled is copied, before anybody else asks.
         """
         began = time.monotonic()
         if not self._lock.acquire(timeout=seconds):
@@ -160,7 +169,10 @@ class KvPool:
             try:
                 cast("IO[bytes]", self._process.stdin).write(order.encode())
                 reply, took = self._reply(seconds - waited)
-                return int(reply["done"]), waited + took
+                done = int(reply["done"])
+                for target, page in zip(into[:done], self._pulled, strict=False):
+                    target[:] = page
+                return done, waited + took
             except (OSError, _Silent, ValueError, KeyError) as error:
                 self._rest(f"{what} of {len(pages)} pages: {error or 'it is late'}")
                 return 0, seconds
@@ -192,7 +204,11 @@ class KvPool:
         try:
             own = {name: text for name, text in os.environ.items() if name != POOL_VARIABLE}
             self._process = subprocess.Popen(
-                self._command, stdin=pipe, stdout=pipe, bufsize=0, env=own
+                *(self._command, 0),
+                stdin=pipe,
+                stdout=pipe,
+                env=own,
+                pass_fds=[self._opening.shared],
             )
             line = self._opening.line() + "\n"
             cast("IO[bytes]", self._process.stdin).write(line.encode())

@@ -1,4 +1,4 @@
-"""The process beside an engine that moves pages between its node's folder and the platform's pool.
+"""The process beside an engine that moves pages of keys to and from the platform's pool.
 
 The pool is a store of Mooncake (https://github.com/kvcache-ai/Mooncake): a master that knows where
 objects are, and clients that give memory. ROSE gives none: a frozen engine could serve nobody.
@@ -14,8 +14,8 @@ the engine is frozen, and ends with it.
 |---|---|
 | first ``Opening`` | ``{"ready": true}``; or it ends, with the reason in the engine's log |
 | ``{"do": "count", "pages": [...]}`` | how many of the first are in the pool |
-| ``{"do": "pull", "pages": [...]}`` | how many of the first are in the folder now |
-| ``{"do": "push", "pages": [...]}`` | how many of the first are in the pool now |
+| ``{"do": "pull", "pages": [...]}`` | how many of the first are in ``Opening.shared`` now |
+| ``{"do": "push", "pages": [...]}`` | how many of the first are in the pool now, from the folder |
 
 Next step: ``pool`` asks it.
 """
@@ -91,6 +91,7 @@ class Opening:
         folder: its pages on this node.
         most_bytes: as ``PageFolder``'s.
         page_bytes: of one page.
+        shared: descriptor of memory for ``AT_ONCE`` pages that the engine reads, too.
     """
 
     master: str
@@ -99,6 +100,7 @@ class Opening:
     folder: str
     most_bytes: int
     page_bytes: int
+    shared: int = -1
 
     def line(self) -> str:
         """As it is sent."""
@@ -113,20 +115,20 @@ class Mover:
         folder: where this node has them.
         seal: the lease's.
         page_bytes: of one page.
+        into: where pulled pages go, ``AT_ONCE`` of them.
     """
 
-    def __init__(self, store: Store, folder: PageFolder, seal: Seal, page_bytes: int) -> None:
+    def __init__(
+        self, store: Store, folder: PageFolder, seal: Seal, page_bytes: int, into: memoryview
+    ) -> None:
         self._store, self._folder, self._seal = store, folder, seal
-        self._size = page_bytes + SEAL_BYTES
+        self._size, self._into = page_bytes + SEAL_BYTES, pieces(into, page_bytes)
         self._plain = memoryview(bytearray(page_bytes))
         # Others can address what is registered: nothing but sealed pages is ever written here.
         self._shared = mmap.mmap(-1, AT_ONCE * self._size)
-        view = memoryview(self._shared)
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._shared))
         self._at = [first + place * self._size for place in range(AT_ONCE)]
-        self._sealed = [
-            view[place * self._size : (place + 1) * self._size] for place in range(AT_ONCE)
-        ]
+        self._sealed = pieces(memoryview(self._shared), self._size)
         if store.register_buffer(first, len(self._shared)):
             raise OSError("Mooncake does not take memory for pages")
 
@@ -142,12 +144,9 @@ class Mover:
         for place, page in enumerate(pages):
             if got[place] != self._size:
                 return place
-            content = self._seal.open(page, self._sealed[place])
-            if content is None:
+            if not self._seal.open(page, self._sealed[place], self._into[place]):
                 log.warning("rose: %s in the pool is damaged; its tokens are computed", page)
                 self._store.remove(names[place])
-                return place
-            if not self._folder.put(page, memoryview(content)):
                 return place
         return len(pages)
 
@@ -163,6 +162,11 @@ class Mover:
             return 0
         put = self._store.batch_put_from(names, self._at[: len(names)], [self._size] * len(names))
         return next((place for place, code in enumerate(put) if code), len(put))
+
+
+def pieces(memory: memoryview, size: int) -> list[memoryview]:
+    """Memory for ``AT_ONCE`` pages, page by page."""
+    return [memory[place * size : (place + 1) * size] for place in range(AT_ONCE)]
 
 
 def checksum(name: bytes, content: memoryview) -> bytes:
@@ -216,7 +220,9 @@ def main() -> int:
     try:
         opening = Opening(**json.loads(sys.stdin.readline() or "{}"))
         folder = PageFolder(Path(opening.folder), opening.most_bytes, checksum)
-        mover = Mover(_join(opening), folder, Seal(opening.secret), opening.page_bytes)
+        size, seal = opening.page_bytes, Seal(opening.secret)
+        shared = memoryview(mmap.mmap(opening.shared, AT_ONCE * size))
+        mover = Mover(_join(opening), folder, seal, size, shared)
     except (ImportError, OSError, TypeError, ValueError) as error:
         log.error("rose: no pool of keys: %s", error)  # noqa: TRY400  # a line says it
         return 1

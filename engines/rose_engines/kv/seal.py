@@ -46,12 +46,13 @@ class Seal:
         """Seal a page; ``into`` is ``SEAL_BYTES`` longer than it."""
         nonce = os.urandom(_NONCE_BYTES)
         into[:_NONCE_BYTES] = nonce
-        into[_NONCE_BYTES:] = self._cipher.encrypt(nonce, content, page.encode())
+        self._cipher.encrypt_into(nonce, content, page.encode(), into[_NONCE_BYTES:])
 
-    def open(self, page: str, sealed: memoryview) -> bytes | None:
-        """What a page holds; None = this lease has never sealed that under this name."""
+    def open(self, page: str, sealed: memoryview, into: memoryview) -> bool:
+        """Open a page; False = this lease never sealed that under this name, ``into`` is junk."""
         nonce, rest = bytes(sealed[:_NONCE_BYTES]), sealed[_NONCE_BYTES:]
         try:
-            return self._cipher.decrypt(nonce, rest, page.encode())
+            self._cipher.decrypt_into(nonce, rest, page.encode(), into)
         except InvalidTag:
-            return None
+            return False
+        return True

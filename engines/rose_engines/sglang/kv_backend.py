@@ -6,8 +6,8 @@ mean depends on more: how keys are laid out, their type, the model's shape and i
 which no digest of weights knows: how it turns positions into angles), SGLang's release. A digest of
 all that is part of every file's name, so engines that differ in it never meet.
 
-Where the platform has a pool, pages that the node lacks are brought into the folder before they are
-read, and what is new there is written to the pool (``rose_engines.kv.pool``).
+Where the platform has a pool, pages that the node lacks are brought from there, and what is new in
+the folder is written there (``rose_engines.kv.pool``).
 
 Imported by SGLang inside an engine, and nowhere else. Next step: ``kv.pages`` has the files.
 """
@@ -110,14 +110,17 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
     ) -> list[torch.Tensor | None]:
         """Pages that follow each other, up to the first that is not there."""
         del target_sizes
-        if self._pool is not None:
-            names = [key + self._suffix for key in keys]
-            self._pool.pull([name for name in names if not self._pages.has(name)])
         found: list[torch.Tensor | None] = []
         for key, target in zip(keys, target_locations or (), strict=True):
-            found.append(self.get(key, target))
-            if found[-1] is None:  # what follows is of no use without it
+            page = self.get(key, target)
+            if page is None:  # what follows is of no use without it
                 break
+            found.append(page)
+        here, targets = len(found), target_locations or ()
+        if self._pool is not None and here < len(keys):
+            names = [key + self._suffix for key in keys[here:]]
+            whole = [target.contiguous() for target in targets[here:]]
+            found += whole[: self._pool.pull(names, [_bytes_of(target) for target in whole])]
         return found + [None] * (len(keys) - len(found))
 
     def set(

@@ -61,14 +61,15 @@ class PoolSpec:
     Attributes:
         master: ``host:port`` of Mooncake's master.
         protocol: ``tcp`` or ``rdma``.
-        gbps: of the link to one engine, gigabits per second.
+        gbps: at which pages come to one engine, gigabits per second; by default what one process
+            moves over TCP.
         python: that has Mooncake; empty = the engine's.
         secret: of the engine's lease.
     """
 
     master: str
     protocol: str = "tcp"
-    gbps: float = 100.0
+    gbps: float = 4.0
     python: str = ""
     secret: str = ""
 

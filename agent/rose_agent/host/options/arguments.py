@@ -118,8 +118,8 @@ def parser() -> argparse.ArgumentParser:
         "--kv-pool-gbps",
         type=flags.above_zero,
         default=PoolSpec.gbps,
-        help="of the link from that store to one engine: what would come slower than its prefill "
-        "is computed",
+        help="at which pages come from that store to one engine: what would come slower than its "
+        "prefill is computed",
     )
     made.add_argument(
         "--kv-pool-python", default="", help="Python that has Mooncake; the engines' by default"
