@@ -114,8 +114,8 @@ STUDIES: Mapping[str, Study] = {
         "keys that outlive an engine",
         ("normal",),
         "Production beside production whose engines fetch the keys that others of their job made "
-        "(`ours-kept`), over a link of 100 Gb/s. Modelled: the product keeps them on one node "
-        "alone.",
+        "(`ours-kept`), over a link of 100 Gb/s. The product does so where its platform has a pool "
+        "that gives engines as much (`engineHost.kvPool`); its default is 4.",
         (Regime.FIXED, Regime.OURS, Regime.OURS_KEPT),
         derates=(0.5,),
         band=(Interference(serving_slowdown=2.0, rollout_slowdown=2.0),),

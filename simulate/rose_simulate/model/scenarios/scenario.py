@@ -234,7 +234,8 @@ class KvTier(Strict):
 
     Attributes:
         gigabytes: of each job's tier.
-        gbps: gigabits per second at which an engine gets them back.
+        gbps: gigabits per second at which an engine gets them back; the chart's
+            ``engineHost.kvPool.gbps``, whose default is far less.
     """
 
     gigabytes: Positive = 1000.0
