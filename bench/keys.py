@@ -30,7 +30,7 @@ from typing import IO, Any, cast
 from bench.record import Figure, record
 from rose_dev.mooncake_environment import Pool, install, serving
 from rose_engines.kv.pages import PageFolder
-from rose_engines.kv.pool_process import AT_ONCE, Opening, checksum
+from rose_engines.kv.pool_process import AT_ONCE, PoolSetup, checksum
 from rose_engines.kv.seal import SEAL_BYTES, Seal
 from rose_wire import flags
 
@@ -59,10 +59,10 @@ class Mover:
 
     Args:
         python: that has Mooncake.
-        opening: what it is told first.
+        setup: what it is told first.
     """
 
-    def __init__(self, python: Path, opening: Opening) -> None:
+    def __init__(self, python: Path, setup: PoolSetup) -> None:
         pipe, memory = subprocess.PIPE, os.memfd_create("rose-keys")
         os.ftruncate(memory, AT_ONCE * PAGE_BYTES)
         self.process = subprocess.Popen(
@@ -72,7 +72,7 @@ class Mover:
             env=os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))},
             pass_fds=[memory],
         )
-        self._send(replace(opening, shared=memory).line())
+        self._send(replace(setup, shared=memory).line())
         self._reply()
 
     def do(self, what: str, pages: Sequence[str]) -> None:
@@ -132,7 +132,7 @@ def movers(folder: Path, pool: Pool, python: Path, most: int) -> Iterator[tuple[
     """The processes of two nodes of one lease."""
     secret = secrets.token_hex(16)
     made = [
-        Mover(python, Opening(pool.master, "tcp", secret, str(folder / name), most, PAGE_BYTES))
+        Mover(python, PoolSetup(pool.master, "tcp", secret, str(folder / name), most, PAGE_BYTES))
         for name in ("here", "there")
     ]
     try:

@@ -27,7 +27,7 @@ from rose_core.delta.codec import name_of
 from rose_core.delta.manifest import Manifest
 from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
-from rose_core.rollouts.engines.kv_store import PoolSpec
+from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
 from rose_dev.engine_template import SGLANG, ProcessHandle, Stock, Template
@@ -119,7 +119,7 @@ def start_engine(
     apart: bool = False,
     program: Path | None = None,
     kv_store: Path | None = None,
-    kv_pool: PoolSpec | None = None,
+    kv_pool: KvPoolSpec | None = None,
 ) -> Iterator[RealEngine]:
     """Start SGLang under a permit that is held open; end its whole process group afterwards.
 

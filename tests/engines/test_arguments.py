@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from rose_core.api.arguments import ALLOWED
 from rose_core.guard.freezing import Grace
-from rose_core.rollouts.engines.kv_store import PoolSpec
+from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_core.wire.sync import AdapterSpec, EngineSpec
 from rose_engines.errors import ArgumentRefused
 from rose_engines.kv.pool import POOL_VARIABLE
@@ -178,9 +178,9 @@ def test_an_engine_with_a_store_of_keys_has_pages_that_its_chunks_are_whole_of()
 
 
 def test_an_engine_with_a_store_is_told_of_the_pool_and_one_without_is_not() -> None:
-    pool = PoolSpec("m:1", secret="of the lease")
+    pool = KvPoolSpec("m:1", secret="of the lease")
     told = msgspec.json.decode(
-        environment(replace_launch(STORING, kv_pool=pool), {})[POOL_VARIABLE], type=PoolSpec
+        environment(replace_launch(STORING, kv_pool=pool), {})[POOL_VARIABLE], type=KvPoolSpec
     )
     assert told == replace_launch(pool, python=str(STORING.python))
     assert POOL_VARIABLE not in environment(STORING, {POOL_VARIABLE: "of the host"})

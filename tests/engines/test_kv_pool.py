@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.rollouts.engines.kv_store import PoolSpec, pool_secret
+from rose_core.rollouts.engines.kv_store import KvPoolSpec, pool_secret
 from rose_dev.waiting import wait_until
 from rose_engines.kv.pages import PageFolder
 from rose_engines.kv.pool import KvPool
-from rose_engines.kv.pool_process import AT_ONCE, Mover, Opening, checksum
+from rose_engines.kv.pool_process import AT_ONCE, Mover, PoolSetup, checksum
 from rose_engines.kv.seal import SEAL_BYTES, Seal
 
 PAGE = bytes(range(256)) * 4
@@ -87,7 +87,7 @@ def test_a_lease_has_a_secret_where_its_router_has_a_token() -> None:
     assert len({ONE, OTHER, pool_secret("")}) == 3
     assert pool_secret("") == ""
     assert "token of a lease" not in ONE
-    assert ONE not in repr(PoolSpec("m:1", secret=ONE))
+    assert ONE not in repr(KvPoolSpec("m:1", secret=ONE))
 
 
 def test_pages_go_from_one_node_to_another(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ def test_another_leases_pages_are_not_found_and_what_was_changed_does_not_come(
 
 STUB = """
 import json, os, sys, time
-opening = json.loads(sys.stdin.readline())
-os.pwrite(opening["shared"], bytes(range(8)) * opening["page_bytes"], 0)
+setup = json.loads(sys.stdin.readline())
+os.pwrite(setup["shared"], bytes(range(8)) * setup["page_bytes"], 0)
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     order = json.loads(line)
@@ -159,8 +159,8 @@ def asked(
 ) -> Iterator[Asked]:
     log = tmp_path / "asked"
     command = [sys.executable, "-c", STUB, str(log), str(wait), str(done)]
-    opening = Opening("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
-    pool = KvPool(command, opening, LINK, lambda: seconds_per_token, may_move)
+    setup = PoolSetup("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
+    pool = KvPool(command, setup, LINK, lambda: seconds_per_token, may_move)
     try:
         yield Asked(pool, log)
     finally:
@@ -239,8 +239,8 @@ def test_a_process_that_ends_costs_no_more_than_its_pages(tmp_path: Path) -> Non
 
 
 def test_a_program_that_cannot_be_run_costs_nothing(tmp_path: Path) -> None:
-    opening = Opening("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
-    pool = KvPool(["/nowhere/python"], opening, LINK, lambda: SLOW, lambda: True)
+    setup = PoolSetup("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
+    pool = KvPool(["/nowhere/python"], setup, LINK, lambda: SLOW, lambda: True)
     assert pool.count(names(64)) == 0
     assert pool.pull(names(64), room(64)) == 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, PoolSpec, pool_secret, whole_pages
+from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, KvPoolSpec, pool_secret, whole_pages
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.mooncake_environment import Pool, is_ready, mooncake_python, serving
 from rose_dev.waiting import until
@@ -48,7 +48,7 @@ def node(folder: Path, pool: Pool, name: str, secret: str = SECRET) -> Iterator[
     place, store = folder / name, folder / f"{name}-store"
     place.mkdir()
     store.mkdir()
-    spec = PoolSpec(pool.master, python=str(mooncake_python()), secret=secret)
+    spec = KvPoolSpec(pool.master, python=str(mooncake_python()), secret=secret)
     with start_engine(place, TINY.name, SPEC, str(FIRST), kv_store=store, kv_pool=spec) as engine:
         yield engine
 

@@ -28,7 +28,7 @@ from rose_agent.host.users import kv_folders
 from rose_agent.host.users.accounts import COUNT
 from rose_agent.host.users.kv_folders import KvFolders
 from rose_agent.os.freezers import Freezer
-from rose_core.rollouts.engines.kv_store import PoolSpec
+from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_core.wire.host import EngineState, EnsureEngine, StopEngine
 from rose_dev.waiting import until, wait_until
 from tests.host import apart
@@ -220,7 +220,7 @@ def test_the_pool_is_the_platforms_and_the_secret_the_leases(rundir: Path) -> No
     words = ["--rundir", str(rundir), "--engine-python", "/e/python"]
     assert kv_pool_of(parser().parse_args(words)) is None
     pool = kv_pool_of(parser().parse_args([*words, *POOL, "--kv-pool-gbps", "200"]))
-    assert pool == PoolSpec("m:50051", "tcp", 200.0, "/e/python")
+    assert pool == KvPoolSpec("m:50051", "tcp", 200.0, "/e/python")
     made = replace(order("slot-1"), kv_secret="of the lease")
     keeping = replace(made, engine=replace(made.engine, kv_store_bytes=MIB))
     assert pool_of(keeping, pool) == dataclasses.replace(pool, secret="of the lease")
@@ -246,7 +246,7 @@ def test_a_pool_that_cannot_work_is_refused_at_the_start(
         inputs.check(parser().parse_args([*given, *words]))
 
 
-def pool_of(made: EnsureEngine, pool: PoolSpec | None) -> PoolSpec | None:
+def pool_of(made: EnsureEngine, pool: KvPoolSpec | None) -> KvPoolSpec | None:
     """What the engine of an order is told."""
     site = cast("Site", SimpleNamespace(kv_pool=pool))
     nobody = cast("Any", None)

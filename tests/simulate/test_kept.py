@@ -8,6 +8,7 @@ from rose_core.rollouts.engines.kv_store import (
     LONGEST_SECONDS,
     PAGE_TOKENS,
     SETUP_SECONDS,
+    KvPoolSpec,
     patience,
 )
 from rose_simulate.model.clock import SECOND, VirtualClock
@@ -154,3 +155,12 @@ def test_a_turn_never_waits_longer_than_its_prefill_takes_nor_than_a_router_bear
     assert 0 <= waits <= min(LONGEST_SECONDS, pages * PAGE_TOKENS * seconds_per_token)
     if waits:
         assert SETUP_SECONDS + pages * page_bytes / rate < waits
+
+
+def test_an_h100_pulls_an_8bs_keys_by_a_link_of_its_own_and_not_over_tcp() -> None:
+    """As the chart's default has it (``engineHost.kvPool.gbps``)."""
+    for tokens in (1000, 4000, 16_000):
+        took = COSTS.prefill(tokens, 0) / tokens
+        pages, size = tokens // PAGE_TOKENS, TOKEN_BYTES * PAGE_TOKENS
+        assert patience(pages, size, took, KvPoolSpec.gbps * 1e9 / 8) == 0
+        assert (patience(pages, size, took, 100e9 / 8) > 0) == (tokens > 1000)

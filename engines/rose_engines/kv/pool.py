@@ -30,8 +30,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import IO, Any, cast
 
-from rose_core.rollouts.engines.kv_store import PoolSpec, patience
-from rose_engines.kv.pool_process import AT_ONCE, Opening, pieces
+from rose_core.rollouts.engines.kv_store import KvPoolSpec, patience
+from rose_engines.kv.pool_process import AT_ONCE, PoolSetup, pieces
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +50,15 @@ _PUSH_SECONDS = 5.0  # nobody waits for it but the next page
 _SLICE_SECONDS = 0.02
 
 
-def to_text(spec: PoolSpec) -> str:
+def to_text(spec: KvPoolSpec) -> str:
     """For an engine's environment."""
     return json.dumps(asdict(spec))
 
 
-def from_environment() -> PoolSpec | None:
+def from_environment() -> KvPoolSpec | None:
     """What this engine was told; None = of no pool."""
     text = os.environ.get(POOL_VARIABLE)
-    return PoolSpec(**json.loads(text)) if text else None
+    return KvPoolSpec(**json.loads(text)) if text else None
 
 
 class _Silent(Exception):
@@ -70,7 +70,7 @@ class KvPool:
 
     Args:
         command: starts the process.
-        opening: its first line.
+        setup: its first line.
         bytes_per_second: of the link.
         seconds_per_token: of the engine's prefill; 0 = it has not prefilled yet.
         may_move: waits until the permit is open; False = nothing is to be moved.
@@ -79,15 +79,15 @@ class KvPool:
     def __init__(
         self,
         command: Sequence[str],
-        opening: Opening,
+        setup: PoolSetup,
         bytes_per_second: float,
         seconds_per_token: Callable[[], float],
         may_move: Callable[[], bool],
     ) -> None:
         memory = os.memfd_create("rose-kv-pool")
-        os.ftruncate(memory, AT_ONCE * opening.page_bytes)
-        self._pulled = pieces(memoryview(mmap.mmap(memory, 0)), opening.page_bytes)
-        self._command, self._opening = list(command), replace(opening, shared=memory)
+        os.ftruncate(memory, AT_ONCE * setup.page_bytes)
+        self._pulled = pieces(memoryview(mmap.mmap(memory, 0)), setup.page_bytes)
+        self._command, self._setup = list(command), replace(setup, shared=memory)
         self._rate = bytes_per_second
         self._seconds_per_token, self._may_move = seconds_per_token, may_move
         self._lock = threading.Lock()
@@ -136,7 +136,7 @@ class KvPool:
             self._end()
 
     def _patience(self, pages: int) -> float:
-        size = self._opening.page_bytes
+        size = self._setup.page_bytes
         return patience(pages, size, self._seconds_per_token(), self._rate) if pages else 0.0
 
     def _write(self) -> None:
@@ -208,9 +208,9 @@ class KvPool:
                 stdin=pipe,
                 stdout=pipe,
                 env=own,
-                pass_fds=[self._opening.shared],
+                pass_fds=[self._setup.shared],
             )
-            line = self._opening.line() + "\n"
+            line = self._setup.line() + "\n"
             cast("IO[bytes]", self._process.stdin).write(line.encode())
         except OSError as error:
             self._rest(str(error))

@@ -12,9 +12,9 @@ the engine is frozen, and ends with it.
 
 | in | out |
 |---|---|
-| first ``Opening`` | ``{"ready": true}``; or it ends, with the reason in the engine's log |
+| first ``PoolSetup`` | ``{"ready": true}``; or it ends, with the reason in the engine's log |
 | ``{"do": "count", "pages": [...]}`` | how many of the first are in the pool |
-| ``{"do": "pull", "pages": [...]}`` | how many of the first are in ``Opening.shared`` now |
+| ``{"do": "pull", "pages": [...]}`` | how many of the first are in ``PoolSetup.shared`` now |
 | ``{"do": "push", "pages": [...]}`` | how many of the first are in the pool now, from the folder |
 
 Next step: ``pool`` asks it.
@@ -56,7 +56,7 @@ _THREADS = {
 }
 
 
-class Store(Protocol):
+class PageStore(Protocol):
     """What is used of ``mooncake.store.MooncakeDistributedStore``; pages by their addresses."""
 
     def batch_is_exist(self, names: list[str]) -> list[int]:
@@ -81,8 +81,8 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What the process is told first; the secret goes by no command line and no environment.
+class PoolSetup:
+    """What the process is told first; the secret goes by no command line.
 
     Attributes:
         master: ``host:port`` of Mooncake's master.
@@ -103,7 +103,7 @@ class Opening:
     shared: int = -1
 
     def line(self) -> str:
-        """As it is sent."""
+        """The line that is sent first."""
         return json.dumps(asdict(self))
 
 
@@ -119,11 +119,12 @@ class Mover:
     """
 
     def __init__(
-        self, store: Store, folder: PageFolder, seal: Seal, page_bytes: int, into: memoryview
+        self, store: PageStore, folder: PageFolder, seal: Seal, page_bytes: int, into: memoryview
     ) -> None:
         self._store, self._folder, self._seal = store, folder, seal
         self._size, self._into = page_bytes + SEAL_BYTES, pieces(into, page_bytes)
         self._plain = memoryview(bytearray(page_bytes))
+        self._private = memoryview(bytearray(self._size))
         # Others can address what is registered: nothing but sealed pages is ever written here.
         self._shared = mmap.mmap(-1, AT_ONCE * self._size)
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._shared))
@@ -144,7 +145,9 @@ class Mover:
         for place, page in enumerate(pages):
             if got[place] != self._size:
                 return place
-            if not self._seal.open(page, self._sealed[place], self._into[place]):
+            # Whoever reaches the port could change it between being checked and being read.
+            self._private[:] = self._sealed[place]
+            if not self._seal.open(page, self._private, self._into[place]):
                 log.warning("rose: %s in the pool is damaged; its tokens are computed", page)
                 self._store.remove(names[place])
                 return place
@@ -186,17 +189,17 @@ def _own_address(master: str) -> str:
         return str(asked.getsockname()[0])
 
 
-def _join(opening: Opening) -> Store:
+def _join(setup: PoolSetup) -> PageStore:
     """Become a client of the pool that gives no memory."""
     mooncake = importlib.import_module("mooncake.store")  # only in this process
     store: Any = mooncake.MooncakeDistributedStore()
     code = store.setup(
-        *(_own_address(opening.master), "P2PHANDSHAKE", 0, _LOCAL_BYTES),
-        *(opening.protocol, "", opening.master),
+        *(_own_address(setup.master), "P2PHANDSHAKE", 0, _LOCAL_BYTES),
+        *(setup.protocol, "", setup.master),
     )
     if code:
-        raise OSError(f"Mooncake's master {opening.master} cannot be joined: code {code}")
-    joined: Store = store
+        raise OSError(f"Mooncake's master {setup.master} cannot be joined: code {code}")
+    joined: PageStore = store
     return joined
 
 
@@ -218,11 +221,11 @@ def main() -> int:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        opening = Opening(**json.loads(sys.stdin.readline() or "{}"))
-        folder = PageFolder(Path(opening.folder), opening.most_bytes, checksum)
-        size, seal = opening.page_bytes, Seal(opening.secret)
-        shared = memoryview(mmap.mmap(opening.shared, AT_ONCE * size))
-        mover = Mover(_join(opening), folder, seal, size, shared)
+        setup = PoolSetup(**json.loads(sys.stdin.readline() or "{}"))
+        folder = PageFolder(Path(setup.folder), setup.most_bytes, checksum)
+        size, seal = setup.page_bytes, Seal(setup.secret)
+        shared = memoryview(mmap.mmap(setup.shared, AT_ONCE * size))
+        mover = Mover(_join(setup), folder, seal, size, shared)
     except (ImportError, OSError, TypeError, ValueError) as error:
         log.error("rose: no pool of keys: %s", error)  # noqa: TRY400  # a line says it
         return 1

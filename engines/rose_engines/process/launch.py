@@ -17,7 +17,7 @@ from pathlib import Path
 import rose_engines
 from rose_core.api.arguments import refusals
 from rose_core.identity import BASE_LABEL
-from rose_core.rollouts.engines.kv_store import PoolSpec
+from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_core.wire.sync import AdapterSpec
 from rose_engines.errors import ArgumentRefused
 
@@ -80,7 +80,7 @@ class Launch:
     drafts: bool = False
     kv_store: Path | None = None
     kv_store_bytes: int = 0
-    kv_pool: PoolSpec | None = None
+    kv_pool: KvPoolSpec | None = None
 
     @property
     def plugged(self) -> bool:

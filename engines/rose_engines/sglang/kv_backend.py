@@ -25,10 +25,10 @@ from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
-from rose_core.rollouts.engines.kv_store import PoolSpec
+from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_engines.kv.pages import BYTES_VARIABLE, FOLDER_VARIABLE, PageFolder
 from rose_engines.kv.pool import KvPool, from_environment
-from rose_engines.kv.pool_process import Opening, checksum
+from rose_engines.kv.pool_process import PoolSetup, checksum
 from rose_engines.sglang.kv_store import prefill, threads
 
 
@@ -63,10 +63,10 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
         if spec is not None and self._pool is None:
             self._pool = self._join(spec, page.numel() * page.element_size())
 
-    def _join(self, spec: PoolSpec, page_bytes: int) -> KvPool:
+    def _join(self, spec: KvPoolSpec, page_bytes: int) -> KvPool:
         return KvPool(
             [spec.python, "-m", "rose_engines.kv.pool_process"],
-            Opening(
+            PoolSetup(
                 *(spec.master, spec.protocol, spec.secret),
                 *(self._folder, self._most, page_bytes),
             ),

@@ -55,7 +55,7 @@ def patience(
 
 
 @dataclass(frozen=True)
-class PoolSpec:
+class KvPoolSpec:
     """The platform's pool, as an engine is told of it.
 
     Attributes:
@@ -75,7 +75,7 @@ class PoolSpec:
 
     def __repr__(self) -> str:
         """Without the secret: specifications end up in logs."""
-        return f"PoolSpec({self.master})"
+        return f"KvPoolSpec({self.master})"
 
 
 def pool_secret(lease_token: str) -> str:

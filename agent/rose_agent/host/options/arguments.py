@@ -17,7 +17,7 @@ from rose_agent.host.route.data_certificate import RENEWED_SECONDS
 from rose_agent.host.users.accounts import COUNT
 from rose_agent.host.users.kv_folders import KvFolders
 from rose_agent.os.limits import LEAST_BUSY_PERCENT, PROCESSES, Limiter, Limits
-from rose_core.rollouts.engines.kv_store import PoolSpec
+from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_wire import flags, tls
 from rose_wire.flags import VerbParser
 
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--kv-pool-gbps",
         type=flags.above_zero,
-        default=PoolSpec.gbps,
+        default=KvPoolSpec.gbps,
         help="at which pages come from that store to one engine: what would come slower than its "
         "prefill is computed",
     )
@@ -205,11 +205,11 @@ def kv_folders_of(arguments: argparse.Namespace) -> KvFolders:
     )
 
 
-def kv_pool_of(arguments: argparse.Namespace) -> PoolSpec | None:
+def kv_pool_of(arguments: argparse.Namespace) -> KvPoolSpec | None:
     """Where leases' keys are there for other nodes; None = nowhere."""
     if not arguments.kv_pool:
         return None
-    return PoolSpec(
+    return KvPoolSpec(
         arguments.kv_pool,
         arguments.kv_pool_protocol,
         arguments.kv_pool_gbps,

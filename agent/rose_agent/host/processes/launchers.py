@@ -21,7 +21,7 @@ from rose_agent.errors import BadEngine, NoModel
 from rose_agent.host.memory.sizing import Sizer
 from rose_core.devices.memory import EngineSize
 from rose_core.identity import GpuUuid
-from rose_core.rollouts.engines.kv_store import PoolSpec
+from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_core.wire.sync import EngineSpec
 from rose_engines.node.rundir import SlotDir
 
@@ -46,7 +46,7 @@ class EngineOrder:
     gpu_uuids: tuple[GpuUuid, ...] = ()
     sizer: Sizer = field(default_factory=Sizer)
     kv_store: Path | None = None
-    kv_pool: PoolSpec | None = None
+    kv_pool: KvPoolSpec | None = None
 
 
 @dataclass(frozen=True)

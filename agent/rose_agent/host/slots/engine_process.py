@@ -36,7 +36,7 @@ from rose_agent.host.sharing.sharing import Sharing
 from rose_agent.host.slots.site import Site
 from rose_agent.os import processes
 from rose_agent.os.groups import ProcessGroup, end
-from rose_core.rollouts.engines.kv_store import PoolSpec
+from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.tokenizer_files import digest
 from rose_engines.node.rundir import EngineFile, SlotDir, write_json
@@ -138,7 +138,7 @@ class EngineProcess:
             return None
         return self._site.kv_folders.open(self._folder.uid, self._order.lease, wanted).path
 
-    def _pool(self) -> PoolSpec | None:
+    def _pool(self) -> KvPoolSpec | None:
         """The platform's pool, with the lease's secret: what nobody could seal stays here."""
         pool, secret = self._site.kv_pool, self._order.kv_secret
         if pool is None or not secret or not self._order.engine.kv_store_bytes:

@@ -24,7 +24,7 @@ from rose_agent.host.users.kv_folders import KvFolders
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.limits import Limiter, Limits
 from rose_core.identity import SlotUid
-from rose_core.rollouts.engines.kv_store import PoolSpec
+from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_engines.node.rundir import SlotDir
 
 # Most time an engine may need to become ready, counted while it may run.
@@ -67,7 +67,7 @@ class Site:
     sizer: Sizer = field(default_factory=Sizer)
     accounts: Accounts = field(default_factory=Accounts)
     kv_folders: KvFolders = field(default_factory=KvFolders)
-    kv_pool: PoolSpec | None = None
+    kv_pool: KvPoolSpec | None = None
     limiter: Limiter = field(default_factory=lambda: Limiter(Limits(), {}, ""))
     means: SharingMeans = field(default_factory=SharingMeans)
     spawner: Spawner | None = None
