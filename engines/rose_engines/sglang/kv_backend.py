@@ -84,6 +84,11 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
             return here
         return here + self._pool.count(names[here:])
 
+    def close(self) -> None:
+        """SGLang does without its store from now on."""
+        if self._pool is not None:
+            self._pool.close()
+
     def exists(self, key: str) -> bool:
         """Whether a page is there; it may still prove to be damaged."""
         return self._pages.has(key + self._suffix)

@@ -113,7 +113,12 @@ def parser() -> argparse.ArgumentParser:
         help="master of the platform's Mooncake store, in which leases' keys are there for other "
         "nodes; sealed with a secret of the lease",
     )
-    made.add_argument("--kv-pool-protocol", choices=["tcp", "rdma"], default="tcp")
+    made.add_argument(
+        "--kv-pool-protocol",
+        choices=["tcp", "rdma"],
+        default="tcp",
+        help="how pages come from there; rdma has not been tried",
+    )
     made.add_argument(
         "--kv-pool-gbps",
         type=flags.above_zero,
