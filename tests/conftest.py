@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from rose_dev.api_client import ApiClient
 
 pytest_plugins = [
+    "rose_dev.lanes",
     "rose_dev.testing",
     "rose_dev.engine_testing",
     "rose_dev.vllm_testing",
     "rose_dev.gpu.testing",
     "rose_dev.kernel_cache",
-    "rose_dev.lanes",
 ]
 
 # PyTorch's threads spin while they wait for each other. Beside other tests that took four times as

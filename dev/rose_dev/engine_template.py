@@ -8,7 +8,8 @@ has no such process; decision 0470 says why.
 ``Template`` is the test's side. Run as a script by the engine's own Python, this file is the other
 side, so its imports are the standard library's. A start is one message: arguments, environment, and
 two file descriptors, for output and for word of the end. The template ends when the test's process
-does, and its engines with it.
+does, and its engines with it. Other processes, the workers of a lane, share it by ``join``: each
+has a channel of its own, with which its engines end.
 """
 
 from __future__ import annotations
@@ -148,44 +149,38 @@ class ForkedEngine:
             return self.returncode
 
 
-class Template:
-    """Forks engines whose environment is the same but for what none of their imports reads.
+class Channel:
+    """A way to a template.
+
+    It forks engines whose environment is the same but for what none of their imports reads.
 
     Args:
-        python: of the engine's environment.
-        environment: of the first engine.
+        link: to the template.
+        environment: under which it has imported the engine.
         stock: which engine.
         seconds: within which it must have imported the engine, or have forked.
     """
 
     def __init__(
         self,
-        python: Path,
+        link: socket.socket,
         environment: Mapping[str, str],
-        stock: Stock = SGLANG,
-        seconds: float = _IMPORT_SECONDS,
+        stock: Stock,
+        seconds: float,
     ) -> None:
-        self._stock = stock
+        self._link, self._stock = link, stock
+        self._link.settimeout(seconds)
         self._common = _common(stock, environment)
         self._lock = threading.Lock()
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ours.settimeout(seconds)
-        with theirs:
-            self._process = subprocess.Popen(
-                [python, __file__, str(theirs.fileno()), stock.title],
-                env=self._common | dict(stock.early),
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Whether the engine would be imported alike under this environment."""
         return _common(self._stock, environment) == self._common
 
     def alive(self) -> bool:
-        """Whether it can fork."""
-        return self._process.poll() is None
+        """Whether the template can fork."""
+        # Whatever it sends is an answer that somebody waits for, so what is here now is its end.
+        return self._link.fileno() >= 0 and not select.select([self._link], [], [], 0)[0]
 
     def start(
         self,
@@ -210,8 +205,8 @@ class Template:
         message = json.dumps(wanted | {"program": program and str(program)}).encode()
         with theirs, self._lock:
             try:
-                socket.send_fds(self._ours, [message], [log, theirs.fileno()])
-                answer = self._ours.recv(64)
+                socket.send_fds(self._link, [message], [log, theirs.fileno()])
+                answer = self._link.recv(64)
             except OSError:  # its end, or ours, is closed; or it took too long
                 answer = b""
         if not answer:
@@ -222,10 +217,76 @@ class Template:
         return ForkedEngine(self._stock.title, int(answer), link)
 
     def close(self) -> None:
-        """End the template, and with it what it has forked."""
+        """End what was forked by this way."""
+        self._link.close()
+
+
+def join(
+    at: Path,
+    environment: Mapping[str, str],
+    stock: Stock = SGLANG,
+    seconds: float = _IMPORT_SECONDS,
+) -> Channel:
+    """A way of one's own to another process's template.
+
+    Args:
+        at: where it listens.
+        environment: as it was given there.
+        stock: which engine.
+        seconds: as of ``Channel``.
+
+    Raises:
+        OSError: there is none.
+    """
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        link.connect(str(at))
+    except OSError:
+        link.close()
+        raise
+    return Channel(link, environment, stock, seconds)
+
+
+class Template(Channel):
+    """Starts the process that imports the engine, and ends it.
+
+    Args:
+        python: of the engine's environment.
+        environment: of the first engine.
+        stock: which engine.
+        seconds: as of ``Channel``.
+        at: a new socket there takes others' channels; None = there are no others.
+    """
+
+    def __init__(
+        self,
+        python: Path,
+        environment: Mapping[str, str],
+        stock: Stock = SGLANG,
+        seconds: float = _IMPORT_SECONDS,
+        at: Path | None = None,
+    ) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(ours, environment, stock, seconds)
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+            fds = [theirs.fileno()]
+            if at is not None:
+                door.bind(str(at))
+                door.listen()
+                fds.append(door.fileno())
+            self._process = subprocess.Popen(
+                [python, __file__, stock.title, *map(str, fds)],
+                env=self._common | dict(stock.early),
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """End the template, and with it all that it has forked."""
         self._process.kill()  # its engines are killed by the kernel
         self._process.wait(60)
-        self._ours.close()
+        super().close()
 
 
 def _common(stock: Stock, environment: Mapping[str, str]) -> dict[str, str]:
@@ -236,8 +297,11 @@ def _common(stock: Stock, environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _serve(channel: socket.socket, stock: Stock) -> None:
-    """Import once, then fork for each message, and tell of each end."""
+def _serve(stock: Stock, first: socket.socket, door: socket.socket | None = None) -> None:
+    """Import once, then fork for each message of a channel, and tell of each end.
+
+    It ends with the first channel.
+    """
     # A search for garbage would read all that was imported, in each engine anew, and with it copy
     # what the forks share. SGLang asks for one at each start.
     gc.disable()
@@ -247,36 +311,85 @@ def _serve(channel: socket.socket, stock: Stock) -> None:
     gc.enable()
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         sys.exit(f"{stock.title}'s imports have started threads: no engine can be forked from here")
+    _fork_until_closed(stock, first, door)
+
+
+def _fork_until_closed(stock: Stock, first: socket.socket, door: socket.socket | None) -> None:
     poll = select.poll()
-    poll.register(channel, select.POLLIN)
-    running: dict[int, tuple[int, socket.socket]] = {}
+    channels = {first.fileno(): first}
+    running: dict[int, _Running] = {}
+    for opened in filter(None, (first, door)):
+        poll.register(opened, select.POLLIN)
     while True:
         for ready, _ in poll.poll():
             if ready in running:
                 poll.unregister(ready)
-                pid, link = running.pop(ready)
-                os.close(ready)
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                with link, suppress(OSError):  # a test that asks no more
-                    link.send(str(status).encode())
-                continue
-            message, handles = _receive(channel)
-            if not message:
-                return
-            log, link = handles[0], socket.socket(fileno=handles[1])
-            template, pid = os.getpid(), os.fork()
-            if pid == 0:
-                _become(stock, json.loads(message), log, template)
-            os.close(log)
-            ended = os.pidfd_open(pid)
-            running[ended] = (pid, link)
-            poll.register(ended, select.POLLIN)
-            channel.send(str(pid).encode())
+                running.pop(ready).tell_its_end(ready)
+            elif door is not None and ready == door.fileno():
+                channel, _ = door.accept()
+                channels[channel.fileno()] = channel
+                poll.register(channel, select.POLLIN)
+            elif (received := _receive(channels[ready]))[0]:
+                ended, engine = _fork(stock, *received, channels[ready])
+                running[ended] = engine
+                poll.register(ended, select.POLLIN)
+            else:
+                poll.unregister(ready)
+                closed = channels.pop(ready)
+                if closed is first:
+                    return
+                _end_engines(running, closed)
+                closed.close()
+
+
+@dataclass(frozen=True)
+class _Running:
+    """An engine, as the template knows it.
+
+    Attributes:
+        link: for word of its end.
+        channel: whose engine it is.
+    """
+
+    pid: int
+    link: socket.socket
+    channel: socket.socket
+
+    def tell_its_end(self, ended: int) -> None:
+        """Reap it, and tell its status."""
+        os.close(ended)
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        with self.link, suppress(OSError):  # a test that asks no more
+            self.link.send(str(status).encode())
+
+
+def _end_engines(running: Mapping[int, _Running], channel: socket.socket) -> None:
+    """Those of a worker that has ended."""
+    for engine in running.values():
+        if engine.channel is channel:
+            os.kill(engine.pid, signal.SIGKILL)  # not reaped yet, so it is this one
+
+
+def _fork(
+    stock: Stock, message: bytes, handles: Sequence[int], channel: socket.socket
+) -> tuple[int, _Running]:
+    """Start an engine; a descriptor that says when it has ended, and what is known of it."""
+    log, link = handles[0], socket.socket(fileno=handles[1])
+    template, pid = os.getpid(), os.fork()
+    if pid == 0:
+        _become(stock, json.loads(message), log, template)
+    os.close(log)
+    with suppress(OSError):  # a worker that was killed: its engine goes with its channel
+        channel.send(str(pid).encode())
+    return os.pidfd_open(pid), _Running(pid, link, channel)
 
 
 def _receive(channel: socket.socket) -> tuple[bytes, Sequence[int]]:
     handles = array.array("i")
-    message, ancillary, _, _ = channel.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(2 * 4))
+    try:
+        message, ancillary, _, _ = channel.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(2 * 4))
+    except ConnectionError:  # a worker that was killed had an answer to read
+        return b"", ()
     for _, _, data in ancillary:
         handles.frombytes(data)
     return message, handles
@@ -317,5 +430,5 @@ def _become(stock: Stock, start: Mapping[str, Any], log: int, template: int) -> 
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])), _STOCKS[sys.argv[2]])
+    _serve(_STOCKS[sys.argv[1]], *(socket.socket(fileno=int(fd)) for fd in sys.argv[2:]))
     os._exit(0)  # the test is gone; whatever the engine would do at an exit is nobody's wish

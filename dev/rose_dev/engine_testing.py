@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 import urllib.request
@@ -30,7 +32,8 @@ from rose_core.identity import WeightVersion
 from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
-from rose_dev.engine_template import SGLANG, ProcessHandle, Stock, Template
+from rose_dev.engine_template import SGLANG, Channel, ProcessHandle, Stock, Template, join
+from rose_dev.lanes import wanted
 from rose_dev.models import Recipe, make_model, make_named, tensors
 from rose_dev.shell import ending_with_us
 from rose_engines.node.permit import Permit
@@ -39,6 +42,9 @@ from rose_engines.sglang.arguments import command, environment
 from rose_wire.ports import free_port
 
 READY_SECONDS = 240.0
+_SHARED = "ROSE_ENGINE_TEMPLATE"
+_ANY = Launch(python=Path(), model=Path(), port=0, plugin_socket=Path())
+"""What no import of SGLang depends on."""
 
 
 class PermitHolder:
@@ -258,7 +264,7 @@ def until_ended(
         holder.end()
 
 
-_templates: dict[Stock, Template] = {}
+_templates: dict[Stock, Channel] = {}
 _making = threading.Lock()
 
 
@@ -288,14 +294,43 @@ def fork_or_start(
     return start_program([python, str(program), *argv] if program else line, variables, log)
 
 
-def _template(stock: Stock, python: Path, variables: Mapping[str, str]) -> Template | None:
+def _template(stock: Stock, python: Path, variables: Mapping[str, str]) -> Channel | None:
     """The session's template, made by its first engine; None where another environment is asked."""
     with _making:
         made = _templates.get(stock)
         if made is None or not made.alive():
-            made = _templates[stock] = Template(python, variables, stock)
+            made = _shared(stock) or Template(python, variables, stock)
+            _templates[stock] = made
             atexit.register(made.close)
         return made if made.fits(variables) else None
+
+
+def _shared(stock: Stock) -> Channel | None:
+    """The template of the lane whose worker this is."""
+    if stock is SGLANG and _SHARED in os.environ:
+        with suppress(OSError):  # it has ended
+            return join(Path(os.environ[_SHARED]), environment(_ANY, os.environ))
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Begin the imports of SGLang before the workers of a lane of engines, which share them."""
+    config = session.config
+    asked = wanted(config.getoption("markexpr") or "")
+    controls = getattr(config.option, "numprocesses", 0) and not hasattr(config, "workerinput")
+    if not controls or "engine" not in asked or "cluster" in asked or not is_ready():
+        return
+    at = Path(tempfile.mkdtemp(prefix="rose", dir="/tmp")) / "template"
+    made = Template(engine_python(), environment(_ANY, os.environ), at=at)
+    os.environ[_SHARED] = str(at)
+
+    def end() -> None:
+        del os.environ[_SHARED]
+        made.close()
+        shutil.rmtree(at.parent, ignore_errors=True)
+
+    config.add_cleanup(end)
 
 
 def _wait_ready(engine: RealEngine) -> None:

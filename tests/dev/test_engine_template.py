@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rose_dev import engine_template
-from rose_dev.engine_template import SGLANG, VLLM, Stock, Template
+from rose_dev.engine_template import SGLANG, VLLM, Channel, Stock, Template, join
 from rose_dev.waiting import wait_until
 
 BARE = Path(sys.executable).resolve()
@@ -64,7 +64,7 @@ def template(stock: Stock, environment: dict[str, str]) -> Iterator[Template]:
 
 
 def start(
-    template: Template, environment: dict[str, str], log: Path, *argv: str
+    template: Channel, environment: dict[str, str], log: Path, *argv: str
 ) -> engine_template.ForkedEngine:
     with log.open("wb") as file:
         return template.start(argv, environment, file.fileno())
@@ -189,3 +189,35 @@ def test_no_engine_searches_what_was_imported_for_garbage(
         assert template.start([name], environment, log.fileno(), program).wait(120) == 0
 
     assert (tmp_path / "log").read_text() == "True False\n"
+
+
+def test_others_share_a_template_and_engines_end_with_whoever_started_them(
+    stock: Stock, environment: dict[str, str], tmp_path: Path, short_dir: Path
+) -> None:
+    template = Template(BARE, environment, stock, at=short_dir / "door")
+    try:
+        workers = [join(short_dir / "door", environment, stock) for _ in range(2)]
+        first, second = (
+            start(worker, environment, tmp_path / name, "--stay")
+            for worker, name in zip(workers, "ab", strict=True)
+        )
+        assert workers[0].fits(environment)
+        workers[0].close()
+        assert first.wait(120) == -signal.SIGKILL
+        assert second.poll() is None
+        assert start(workers[1], environment, tmp_path / "c", "5").wait(120) == 5
+        assert start(template, environment, tmp_path / "d", "6").wait(120) == 6
+        assert (tmp_path / "imports").read_text() == "once "
+        assert workers[1].alive()
+    finally:
+        template.close()
+    assert second.wait(120) == -signal.SIGKILL
+    assert not workers[1].alive()
+    workers[1].close()
+
+
+def test_who_finds_no_template_is_told_so(
+    stock: Stock, environment: dict[str, str], short_dir: Path
+) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        join(short_dir / "door", environment, stock)
