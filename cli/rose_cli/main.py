@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from difflib import get_close_matches
 from rose_wire.flags import complaint
 
 _INTERRUPTED = 130
+_FIRST = 1  # process of a container
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,16 @@ def main(argv: list[str] | None = None) -> int:
         hint = f"; did you mean {near[0]!r}? rose --help lists all\n" if near else f"\n\n{usage()}"
         sys.stderr.write(f"rose: no verb {name!r}{hint}")
         return 2
+    if os.getpid() == _FIRST:
+        # The kernel lets a container's first process pass over what it does not handle: a pod that
+        # goes while it still imports would last for all of its grace.
+        signal.signal(signal.SIGTERM, _leave)
     return _run(name, verb, rest)
+
+
+def _leave(number: int, _frame: object) -> None:
+    """Nothing was begun: verbs that have something to end take the signal themselves."""
+    os._exit(128 + number)
 
 
 def _run(name: str, verb: Verb, rest: list[str]) -> int:

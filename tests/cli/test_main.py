@@ -1,7 +1,12 @@
 """``rose`` finds verbs, explains wrong usage, and names the extra that is missing."""
 
 import importlib
+import os
+import signal
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -89,3 +94,33 @@ def test_every_verb_exists_and_explains_itself(
         cli.main([name, "--help"])
     assert stop.value.code == 0
     assert "usage:" in capsys.readouterr().out
+
+
+# A verb that imports for ever, as the first process of a pid namespace.
+_BEGINS = """
+import importlib, sys, time
+from rose_cli import main as cli
+def load(_name):
+    print("imports", flush=True)
+    time.sleep(600)
+cli.importlib.import_module = load
+sys.exit(cli.main(["router"]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace takes root")
+def test_the_first_process_of_a_container_ends_when_it_is_told_to_while_it_imports() -> None:
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", _BEGINS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "imports\n"
+            (first,) = (int(pid) for pid in _children(process.pid))
+            os.kill(first, signal.SIGTERM)
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
