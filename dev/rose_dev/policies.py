@@ -46,6 +46,8 @@ def enforced(node: Node) -> Iterator[None]:
         f"--service-cluster-ip-range={node.place.seat.ranges.services}",
     ]
     node.sandbox.start(COMPONENT, command)
+    # The kernel sends each pod one refusal a second: many at once would wait in vain for theirs.
+    node.sandbox.run(["sh", "-c", "echo 0 >/proc/sys/net/ipv4/icmp_ratelimit"])
     try:
         wait_until(lambda: _there(node), "the packet filter of kube-router", seconds=_SECONDS)
         yield

@@ -91,9 +91,9 @@ class Installed:
                 return one["metadata"]["uid"], one.get("status", {}).get("state", "")
         return "", ""
 
-    def condition_of(self, kind: str, name: str, condition: str, part: str = "message") -> str:
-        """What a condition of the tenant's object says."""
-        path = f"{{.status.conditions[?(@.type=='{condition}')].{part}}}"
+    def reason_of(self, kind: str, name: str, condition: str) -> str:
+        """Reason of a condition of the tenant's object."""
+        path = f"{{.status.conditions[?(@.type=='{condition}')].reason}}"
         return field(self.node, kind, name, EVIL, path)
 
     def wait(self, condition: Any, what: str, seconds: float = SECONDS) -> None:  # noqa: ANN401

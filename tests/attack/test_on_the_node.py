@@ -33,7 +33,7 @@ from rose_wire.bearer import lease_token
 from rose_wire.method import Method, encode
 from rose_wire.services import ENROL, ENROL_ROUTER
 from tests.attack.installed import EVIL, Installed, Object
-from tests.chart.installation import RESEARCH, SYSTEM
+from tests.chart.installation import RESEARCH, SYSTEM, said
 from tests.faults import doors
 from tests.gpu_node.machine import IMAGE
 
@@ -192,7 +192,7 @@ def test_an_annotation_neither_lends_another_pods_gpu_nor_takes_its_loan_away(
     bait = pod("bait", engine, {"rose-gpu.dev/gpus": gpu})
     installed.apply(bait, pool("bait", "Lend", app="bait"), lease("steal", "bait"), as_eve=True)
     installed.wait(
-        lambda: "NoGPU" in installed.condition_of("rlease", "steal", "Granted"),
+        lambda: "NoGPU" in said(installed.node, "rlease", "steal", EVIL, "Granted"),
         "the lease says that the pod has no GPU",
     )
     lent = {slot["spec"]["members"][0]["podName"] for slot in installed.slots()}
@@ -255,9 +255,7 @@ def test_a_value_that_is_none_of_the_arguments_is_refused_before_any_engine(
     asked = lease("value", "none", engineArguments={"dtype": "bfloat16;sh"})
     installed.apply(asked, as_eve=True)
     installed.wait(
-        lambda: (
-            installed.condition_of("rlease", "value", "Accepted", "reason") == "ArgumentNotAllowed"
-        ),
+        lambda: installed.reason_of("rlease", "value", "Accepted") == "ArgumentNotAllowed",
         "the lease says that the value is none",
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from rose_core.api import EXPLAIN_ANNOTATION
 from rose_dev.errors import CommandFailed
 from rose_dev.node import Node
 from rose_dev.waiting import wait_until
@@ -147,6 +149,14 @@ def namespaces(node: Node) -> list[str]:
 def field(node: Node, kind: str, name: str, namespace: str, path: str) -> str:
     where = (kind, name, f"--namespace={namespace}", f"--output=jsonpath={path}")
     return node.kubectl("get", *where, check=False).strip()
+
+
+def said(node: Node, kind: str, name: str, namespace: str, condition: str) -> str:
+    """Message of a condition, as it is now: without a question it may be two minutes old."""
+    question = f"{EXPLAIN_ANNOTATION}={time.monotonic_ns()}"
+    node.kubectl("annotate", kind, name, f"--namespace={namespace}", "--overwrite", question)
+    path = f"{{.status.conditions[?(@.type=='{condition}')].message}}"
+    return field(node, kind, name, namespace, path)
 
 
 def seen(node: Node) -> list[str]:

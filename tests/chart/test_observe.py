@@ -24,6 +24,7 @@ from tests.chart.installation import (
     installation,
     logs,
     make_models,
+    said,
 )
 from tests.chart.test_end_to_end import condition, wait_for
 
@@ -72,7 +73,9 @@ def test_the_default_sees_and_lends_nothing_until_it_is_told_to(observing: Node)
     node = observing
     assert rights_of_the_guard(node) == {"0" * 16}
     wait_until(
-        lambda: "without the wire tap" in of_pool(node, "SignalVerified", "message"),
+        lambda: (
+            "without the wire tap" in said(node, "servingpool", "chat", SERVING, "SignalVerified")
+        ),
         "the pool says what cannot be seen",
         seconds=SECONDS,
         pause=1.0,
