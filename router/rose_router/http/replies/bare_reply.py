@@ -4,7 +4,7 @@ aiohttp's response can be compressed, chunked, prepared by signals and given coo
 each of them for every answer. A turn's has none of that, and what its head says is known. Errors
 and pages stay aiohttp's.
 
-Next step: ``json_reply`` is one that is whole, ``streaming`` writes one event after the other.
+``JsonReply`` is one that is whole. Next step: ``streaming`` writes one event after the other.
 """
 
 from __future__ import annotations
@@ -70,3 +70,38 @@ class BareReply(web.StreamResponse):
         elif self._stays:
             connection = "Connection: keep-alive\r\n"
         return _head(request.version, rfc822_formatted_time(), content, connection)
+
+
+class JsonReply(BareReply):
+    """An answer that is whole: head and body in one write, for a tenth of aiohttp's steps.
+
+    Args:
+        body: JSON.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__()
+        self._json = body
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Write all of it; once, as callers of aiohttp's own may call twice.
+
+        Raises:
+            ConnectionResetError: the caller has hung up.
+        """
+        request, body = self._request, self._json + data
+        if request is None:
+            message = "an answer is prepared before it is written"
+            raise RuntimeError(message)
+        if not body:
+            return
+        self._json = b""
+        protocol = request.protocol
+        transport = protocol.transport
+        if transport is None or transport.is_closing():
+            message = "the caller hung up before the answer was written"
+            raise ConnectionResetError(message)
+        head = self.head(request, "application/json")
+        transport.write(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
+        if protocol.writing_paused:
+            await request.writer.drain()  # its connection ends when the caller does not read

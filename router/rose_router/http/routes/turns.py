@@ -34,10 +34,10 @@ from rose_router.http.dialects import chat, completions, messages, responses, sg
 from rose_router.http.dialects.common import Hints, encoded, token_ids
 from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.replies import parts
+from rose_router.http.replies.bare_reply import JsonReply
 from rose_router.http.replies.chat_replies import ChatReplies
 from rose_router.http.replies.completion_replies import CompletionReplies
 from rose_router.http.replies.generate_events import GenerateEvents
-from rose_router.http.replies.json_reply import JsonReply
 from rose_router.http.replies.message_replies import MessageReplies
 from rose_router.http.replies.model_output import OutputReader
 from rose_router.http.replies.parts import TokenNames
