@@ -76,19 +76,20 @@ LANES := test test-engines test-node test-api test-sandboxes
 RETRIED := out/retried
 $(LANES): AGAIN := --reruns 1 --only-rerun ".*" --rerun-show-tracebacks --write-reruns=$(RETRIED) --hypothesis-profile=ci --durations 15 --durations-min 5
 test: venv  ## everything that CI runs
-	$(MAKE) --no-print-directory -j 3 check engine cluster sandbox
+	$(MAKE) --no-print-directory -j 3 engine cluster sandbox
 	$(MAKE) --no-print-directory -j 2 tap release-parts
 	@rm -f $(RETRIED)
 	status=0; $(CONTAINED) --limit 3600 $(MAKE) --no-print-directory -j 2 -k AGAIN='$(AGAIN)' \
-		test-node unit test-engines test-api test-sandboxes || status=$$?; \
+		test-node check unit test-engines test-sandboxes test-api || status=$$?; \
 	if [ -s $(RETRIED) ]; then echo "[lane] tried twice:"; cat $(RETRIED); else echo "[lane] nothing was tried twice"; fi; exit $$status
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"  # last: it installs into the environment that the lanes run in
 
 # A queue of lanes, two at once: whoever is done takes the next, so no core waits for a chain that is longer than the other.
 # First what takes longest; what needs a node waits and has what computes beside it. With three at once pods were not
 # ready within their limits, and two tests of the GPU node failed. A lane that fails keeps no other from its end.
+# mypy would have one core and leave the other idle; so would the sandboxes' one worker as the last lane.
 
-# Two workers, each with a process of its own that has imported SGLang (15 s of a core): one alone uses about one core.
+# Two workers, whose engines are forked from one process that has imported SGLang: one alone uses about one core.
 # Who is done first may wait for the other (watchdog_end).
 test-engines:
 	$(TIMED) $(BIN)/pytest $(LANE) -n 2 -o watchdog_end=600 -m "engine and not cluster and not vllm and not long" $(AGAIN) $(ARGS)
