@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rose_core.telemetry.events import (
     Arrived,
+    Counted,
     Dismissed,
     Ended,
     EndKind,
@@ -21,6 +22,7 @@ from rose_core.telemetry.events import (
     Progress,
     Sized,
     TapEvent,
+    progress,
 )
 
 # Memory of the idle share that the report shows; the gate goes by ``rose_core.guard.regime``.
@@ -107,12 +109,25 @@ class Book:
         self._idle_share = 1.0
         self._busy_ns = 0
 
+    def moment(self, event: TapEvent, now_ns: int) -> int:
+        """When an event happened: now, but for those that have waited for their heartbeat."""
+        if self.health is None or self.health.at_once or isinstance(event, Health):
+            return now_ns
+        said_ns = 0 if isinstance(event, Dismissed | Sized | Counted) else event.time_ns
+        return min(now_ns, max(self._changed_ns, self.health.time_ns, said_ns))
+
     def apply(self, event: TapEvent, now_ns: int) -> FinishedRequest | None:
-        """Take one event; a finished request is returned."""
+        """Take one event, of the ``moment`` at which it happened; a finished request is returned."""
         if isinstance(event, Progress):  # first: of every stream at every heartbeat
             request = self.live.get(event.request)
             if request is not None:
                 request.last_ns, request.tokens = event.time_ns, event.tokens
+            return None
+        if isinstance(event, Counted):
+            live = self.live
+            for number, tokens, last_ns in progress(event):
+                if number in live:
+                    live[number].last_ns, live[number].tokens = last_ns, tokens
             return None
         if isinstance(event, Health):
             self._health(event, now_ns)
@@ -203,13 +218,20 @@ class Book:
 
     def idle_share(self, now_ns: int) -> float:
         """Recent share of time without a request (exponential memory of 20 s)."""
-        self._account(now_ns)
+        self._account(self._known_until(now_ns))
         return self._idle_share
 
     def busy_ns(self, now_ns: int) -> int:
         """Total time with a request under way."""
-        self._account(now_ns)
+        self._account(self._known_until(now_ns))
         return self._busy_ns
+
+    def _known_until(self, now_ns: int) -> int:
+        """What happened since the last heartbeat is not known yet, where it waits for the next."""
+        health = self.health
+        if health is None or health.at_once:
+            return now_ns
+        return min(now_ns, max(self._changed_ns, health.time_ns))
 
     def _account(self, now_ns: int) -> None:
         elapsed = max(0, now_ns - self._changed_ns)

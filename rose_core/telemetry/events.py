@@ -7,6 +7,8 @@ Next step: ``tracker`` makes them, ``book`` applies them.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator
 from enum import StrEnum
 
 import msgspec
@@ -75,6 +77,37 @@ class Progress(msgspec.Struct, frozen=True, tag="p", array_like=True):
     tokens: int
 
 
+class Counted(msgspec.Struct, frozen=True, tag="c", array_like=True):
+    """What the kernel has counted of a replica's streams, as it lies there: ``progress`` reads it.
+
+    One event for all streams, and neither end looks at each: at a heartbeat there may be hundreds.
+
+    Attributes:
+        records: one ``RECORD`` for each stream.
+    """
+
+    replica: PodUid
+    records: bytes
+
+
+RECORD = struct.Struct("=QQIIQQ")
+"""A stream in the kernel's map, as ``tokens.bpf.c`` has it: its position (32 bits), a mark (1) and
+the tokens since it was entrusted (31), when the newest of these passed, its bytes and its number of
+tokens; then what the program leaves alone: the request's number, and its tokens until then."""
+RECORD_TOKENS = 0x7FFFFFFF
+
+
+def progress(counted: Counted) -> Iterator[tuple[int, int, int]]:
+    """Request, tokens so far, and when the newest passed, of each stream that has new ones.
+
+    Raises:
+        struct.error: they are no records.
+    """
+    for word, last_ns, _, _, request, before in RECORD.iter_unpack(counted.records):
+        if last_ns:
+            yield request, before + (word & RECORD_TOKENS), last_ns
+
+
 class Ended(msgspec.Struct, frozen=True, tag="e", array_like=True):
     """The response's true end."""
 
@@ -99,6 +132,7 @@ class Health(msgspec.Struct, frozen=True, tag="h", array_like=True):
         seen: generating requests whose head was read since the tap began.
         finished: those of them that have ended.
         unsure: those that ended so that the engine may not have counted them.
+        at_once: arrivals and last ends are told as they happen; else with the heartbeats alone.
     """
 
     replica: PodUid
@@ -112,6 +146,7 @@ class Health(msgspec.Struct, frozen=True, tag="h", array_like=True):
     seen: int = 0
     finished: int = 0
     unsure: int = 0
+    at_once: bool = True
 
 
-TapEvent = Arrived | Dismissed | Sized | FirstToken | Progress | Ended | Health
+TapEvent = Arrived | Dismissed | Sized | FirstToken | Progress | Counted | Ended | Health

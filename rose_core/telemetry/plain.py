@@ -55,11 +55,12 @@ class Plain:
         return self._answered.needs_every_segment and any(not r.quiet for r in self._open)
 
     @property
-    def countable(self) -> bool:
-        """Nothing but whole chunks of tokens has to follow: somebody else may count those."""
-        under_way = self._open[0] if self._open else None
-        first_token = under_way is not None and under_way.first_ns and not under_way.unseen_bytes
-        return bool(first_token) and self._answered.between_events and not self.garbled
+    def countable(self) -> Request | None:
+        """Nothing but whole chunks of its tokens has to follow: somebody else may count those."""
+        request = self._open[0] if self._open else None
+        if request is None or not request.first_ns or request.unseen_bytes:
+            return None
+        return request if self._answered.between_events and not self.garbled else None
 
     def take_counted(self, tokens: int, each: float, time_ns: int) -> None:
         """Take whole chunks that somebody else has counted; the newest token is of that time."""

@@ -282,11 +282,11 @@ class Tracker:
         connection = self._connections.get(client)
         return None if connection is None else connection.server.next
 
-    def is_countable(self, client: Client) -> bool:
-        """Whether the server's next byte begins a chunk of an event stream's later tokens."""
+    def countable(self, client: Client) -> Request | None:
+        """Whose later tokens follow: the server's next byte begins a chunk of an event stream."""
         connection = self._connections.get(client)
         talk = None if connection is None else connection.talk
-        return isinstance(talk, Plain) and talk.countable
+        return talk.countable if isinstance(talk, Plain) else None
 
     def count(
         self, client: Client, begin: int, until: int, time_ns: int, *, tokens: int, each: float

@@ -318,6 +318,9 @@ async def test_a_replica_that_no_slot_is_beside_is_judged_for_the_report_and_not
     assert len(judged) == 1
     assert made.request().replicas[0].running_requests == 1
     made.on_reply(SyncReply(1, True, (GRANT,), (POLICY,)), time.monotonic())
+    assert made.slots[KEY.uid].verdict.reason is GateReason.SIGNAL_MISSING
+    made.on_tap([health(1)], time.monotonic_ns())
+    made.step_all()
     assert made.slots[KEY.uid].verdict.reason is GateReason.SERVING_BUSY
     assert permit.until_ns == 0
 
@@ -374,27 +377,49 @@ async def test_a_pool_that_pauses_gives_everything_back(guard: tuple[Guard, Perm
     assert made.slots[KEY.uid].machine.phase.value == "Releasing"
 
 
+async def test_a_gate_stays_shut_until_the_tap_tells_arrivals_at_once(
+    guard: tuple[Guard, Permit],
+) -> None:
+    """Where nothing is lent the tap may hold them back, and a grant takes a moment to reach it."""
+    made, permit = guard
+    replica = made.replicas[POD]
+    made.on_reply(SyncReply(1, True, (), (POLICY,)), time.monotonic())
+    assert not replica.watch(followed=made._is_followed(POD)).at_once, "nothing is to be stopped"
+    before = health()
+    made.on_reply(SyncReply(1, True, (GRANT,), (POLICY,)), time.monotonic())
+    assert replica.watch(followed=made._is_followed(POD)).at_once
+    for late in (before, msgspec.structs.replace(health(), at_once=False)):
+        made.on_tap([late], time.monotonic_ns())
+        made.step_all()
+        assert not is_open(permit)
+        assert made._verdicts[POD].reason is GateReason.SIGNAL_MISSING
+        assert made.request().replicas[0].signal is SignalSource.WIRE_TAP, "heard all the same"
+    made.on_tap([health()], time.monotonic_ns())
+    made.step_all()
+    assert made._verdicts[POD].open
+
+
 async def test_tokens_are_told_one_by_one_only_before_lending_may_be_paced_by_them(
     guard: tuple[Guard, Permit],
 ) -> None:
     made, _ = guard
     replica = made.replicas[POD]
-    assert not replica.watch().closely, "no limit, nothing to pace by"
+    assert not replica.watch(followed=True).closely, "no limit, nothing to pace by"
     limited = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, max_increase_percent=5)
     replica.update(replica.pod, limited)
-    assert not replica.watch().closely, "idle"
+    assert not replica.watch(followed=True).closely, "idle"
     now = time.monotonic_ns()
     replica.gaps.note(busy=True, now_ns=now - 60 * 10**9)
-    assert replica.watch().closely, "never idle"
+    assert replica.watch(followed=True).closely, "never idle"
     replica.granted = False
-    assert not replica.watch().closely, "nothing is beside it that could be paced"
+    assert not replica.watch(followed=True).closely, "nothing is beside it that could be paced"
     replica.granted = True
-    assert replica.watch().closely
+    assert replica.watch(followed=True).closely
     replica.gaps.note(busy=False, now_ns=now - 10**9)
-    assert replica.watch().closely, "idle for a fifth of the time: not yet"
+    assert replica.watch(followed=True).closely, "idle for a fifth of the time: not yet"
     replica.gaps.note(busy=True, now_ns=now)
     replica.gaps.note(busy=False, now_ns=now - 60 * 10**9)
-    assert not replica.watch().closely
+    assert not replica.watch(followed=True).closely
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_frame_longer_than_any_of_ours_is_refused_before_it_is_read() -> None:
 
 
 def test_the_same_sockets_serve_a_closer_look() -> None:
-    near, far = Watch(POD, 1, 80), Watch(POD, 1, 80, closely=False)
+    near, far = Watch(POD, 1, 80), Watch(POD, 1, 80, closely=False, at_once=False)
     assert near.same_sockets(far)
     assert not near.same_sockets(Watch(POD, 2, 80))
 

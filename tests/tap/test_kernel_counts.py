@@ -21,7 +21,15 @@ from rose_agent.tap.kernel_counts import MOST, KernelCounts
 from rose_agent.tap.metrics import COUNTED, NOT_ENTRUSTED
 from rose_agent.tap.packets import decode
 from rose_core.identity import PodUid
-from rose_core.telemetry.events import Arrived, Ended, FirstToken, Progress, TapEvent
+from rose_core.telemetry.events import (
+    Arrived,
+    Counted,
+    Ended,
+    FirstToken,
+    Progress,
+    TapEvent,
+    progress,
+)
 from rose_core.telemetry.segments import FIN, RST, SYN, Segment
 from rose_core.telemetry.tracker import Tracker
 from tests.tap.kernel import Kernel, kernel, refusal
@@ -98,7 +106,7 @@ class Pair:
 
     def beat(self) -> None:
         self.rest()
-        self.events += self.counts.beat()
+        self.events += self.counts.take_all()
 
 
 @dataclass
@@ -129,6 +137,8 @@ def same_signal(pair: Pair, segments: list[Segment]) -> Ended | None:
     """What the pair told is what the reader tells; the last end is returned."""
     oracle = numbered()
     listed = [event for one in segments for event in oracle.feed(one)]
+    pair.rest()
+    told = told_unread(pair)
     pair.beat()
     assert not pair.counts.doubtful
     news = [[e for e in found if not isinstance(e, Progress)] for found in (listed, pair.events)]
@@ -136,8 +146,15 @@ def same_signal(pair: Pair, segments: list[Segment]) -> Ended | None:
     assert pair.tracker.counts == oracle.counts
     assert pair.tracker.in_flight == oracle.in_flight
     assert _under_way(pair.tracker) == _under_way(oracle)
+    assert told.items() <= dict(_under_way(oracle)).items()
     ends = [e for e in listed if isinstance(e, Ended)]
     return ends[-1] if ends else None
+
+
+def told_unread(pair: Pair) -> dict[int, int]:
+    """Tokens of each request that the guard reads off the kernel's own records."""
+    records = (one for one in pair.counts.counted() if isinstance(one, Counted))
+    return {request: tokens for one in records for request, tokens, _ in progress(one)}
 
 
 def _under_way(tracker: Tracker) -> list[tuple[int, int]]:
@@ -164,10 +181,11 @@ def test_tokens_of_a_stream_are_counted_and_kept_back(
         pair.show(one)
     pair.show(stream[-1])
     assert pair.passed == before, "nobody is woken for them, nor for one that is sent again"
+    pair.rest()
+    assert told_unread(pair) == {1: token.count(b"data: ") * 51}, "the heartbeat tells them"
     pair.beat()
-    progress = [e for e in pair.events if isinstance(e, Progress)]
-    assert progress, "the heartbeat tells them"
-    assert progress[-1].tokens == token.count(b"data: ") * 51
+    taken = [e for e in pair.events if isinstance(e, Progress)]
+    assert taken[-1].tokens == token.count(b"data: ") * 51
     rest = [*side.answers(DONE + END), side.segment(to_server=True, flags=FIN)]
     for one in rest:
         pair.show(one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -48,6 +49,17 @@ def test_without_a_program_the_sockets_are_opened_all_the_same(
     reply, handles = opener.answer(WATCH, count=True)
     assert (reply.error, len(handles.descriptors())) == ("", 3)
     assert reply.uncounted
+    handles.close()
+
+
+@COUNTS
+def test_a_program_of_another_version_is_refused_and_the_reason_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel_program, "RECORD", struct.Struct("=QQ"))
+    reply, handles = opener.answer(WATCH, count=True)
+    assert (reply.error, len(handles.descriptors())) == ("", 3)
+    assert "another version: `make tap`" in reply.uncounted
     handles.close()
 
 

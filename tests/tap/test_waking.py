@@ -21,11 +21,13 @@ from rose_core.identity import PodUid
 from rose_core.telemetry.events import (
     PERIOD_NS,
     Arrived,
+    Counted,
     Ended,
     FirstToken,
     Health,
     Progress,
     TapEvent,
+    progress,
 )
 from tests.tap.net import READERS, Namespace, Wire, namespace, refusal, tapped
 from tests.telemetry.wire import END, HEAD, event, post
@@ -58,6 +60,17 @@ async def listening(
         finally:
             wire.close()
             tap.replica.close()
+
+
+def tokens_of(told: list[TapEvent]) -> list[int]:
+    """What was told of the tokens of streams, one by one or as the kernel has them."""
+    found: list[int] = []
+    for one in told:
+        if isinstance(one, Progress):
+            found.append(one.tokens)
+        elif isinstance(one, Counted):
+            found += [tokens for _, tokens, _ in progress(one)]
+    return found
 
 
 async def first_event(received: list[TapEvent], kind: type, times: int = 1) -> TapEvent:
@@ -117,8 +130,7 @@ async def test_watched_closely_the_first_token_is_told_at_once_and_others_with_t
         wire.answer(event(1))
         await asyncio.sleep(_ROUND_SECONDS)
         assert len(reported) == before, "nobody is woken between two periods"
-        progress = next(one for one in wire.tap.replica.beat() if isinstance(one, Progress))
-        assert progress.tokens == 2
+        assert tokens_of(wire.tap.replica.beat())[-1] == 2
 
 
 async def test_an_end_beside_others_under_way_waits_for_the_heartbeat_and_the_last_does_not(
@@ -169,11 +181,40 @@ async def test_counts_are_taken_at_each_heartbeat_only_where_somebody_paces_by_t
         await asyncio.sleep(0.01)  # tokens are told apart from 5 ms on
         wire.answer(event(1))
         await asyncio.sleep(_ROUND_SECONDS)
-        later = [one for one in replica.beat() if isinstance(one, Progress)]
+        later = tokens_of(replica.beat())
         assert bool(later) is not replica.counting, "a reader has them anyway"
         replica.watch = msgspec.structs.replace(replica.watch, closely=True)
-        later += [one for one in replica.beat() if isinstance(one, Progress)]
-        assert [one.tokens for one in later] == [2]
+        later += tokens_of(replica.beat())
+        assert later == [2]
+
+
+async def test_where_nobody_has_to_be_stopped_all_waits_for_the_heartbeat(
+    inside: Namespace,
+) -> None:
+    async with listening(inside, closely=False) as (wire, reported):
+        replica = wire.tap.replica
+        assert replica.beat()[-1].at_once
+        replica.watch = msgspec.structs.replace(replica.watch, at_once=False)
+        assert not replica.beat()[-1].at_once, "which the guard has to know"
+        wire.send(post())
+        wire.answer(HEAD, event(0), END)
+        await asyncio.sleep(_ROUND_SECONDS)
+        assert reported == []
+        assert replica.tracker.in_flight == 0, "nothing was read either"
+        told = replica.beat()
+        assert [type(one) for one in told if isinstance(one, Arrived | FirstToken | Ended)] == [
+            *(Arrived, FirstToken, Ended)
+        ]
+        assert isinstance(told[-1], Health)
+        assert all(one.time_ns <= told[-1].time_ns + 10**9 for one in told[:1] + told[-2:-1])
+        wire.send(post())
+        await asyncio.sleep(_ROUND_SECONDS)
+        replica.watch = msgspec.structs.replace(replica.watch, at_once=True)
+        assert any(isinstance(one, Arrived) for one in replica.beat()), "told when it is asked"
+        wire.answer(HEAD, event(0), END)
+        await first_event(reported, Ended)
+        wire.send(post())
+        await first_event(reported, Arrived)
 
 
 async def test_tokens_of_others_are_not_looked_at_one_by_one_for_a_first_token(
@@ -274,7 +315,7 @@ async def test_a_token_wakes_nobody_but_with_a_heartbeat_or_with_news(short_dir:
                     frames_told = await reported
     beats = sum(any(isinstance(one, Health) for one in frame) for frame in frames_told)
     assert len(frames_told) - beats <= len((Arrived, FirstToken, Ended)) + 1, "a head in two pieces"
-    assert sum(isinstance(e, Progress) for frame in frames_told for e in frame) >= beats // 2
+    assert len(tokens_of([e for frame in frames_told for e in frame])) >= beats // 2
     ended = frames_told[-1][-1]
     assert isinstance(ended, Ended)
     assert ended.tokens == _STREAMED

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import (
+    RECORD,
     Arrived,
+    Counted,
     Dismissed,
     Ended,
     EndKind,
@@ -18,6 +21,7 @@ from rose_core.telemetry.events import (
     Health,
     Progress,
     Sized,
+    TapEvent,
 )
 from rose_core.telemetry.signal import (
     LEAK_NS,
@@ -89,6 +93,47 @@ def test_a_request_through_the_book() -> None:
     assert made.empty_since_ns() == NOW + 3 * S
     assert made.busy_ns(NOW + 9 * S) == 3 * S
     assert made.requests_total == 1
+
+
+def test_what_the_kernel_has_counted_is_read_off_its_records() -> None:
+    made = book()
+    for number in (1, 2, 3):
+        made.apply(Arrived(POD, number, NOW, ""), NOW)
+        made.apply(FirstToken(POD, number, NOW), NOW)
+    handed_over = 1 << 31
+    records = (
+        (7 << 32 | 40, NOW + S, 100, 1, 1, 5),
+        (8 << 32 | handed_over | 2, NOW + 2 * S, 100, 1, 2, 1),
+        (9 << 32, 0, 0, 0, 3, 1),  # no token since it was entrusted
+        (7 << 32 | 9, NOW + S, 100, 1, 4, 0),  # over by now
+    )
+    made.apply(Counted(POD, b"".join(RECORD.pack(*one) for one in records)), NOW + 3 * S)
+    assert [(one.tokens, one.last_ns) for one in made.live.values()] == [
+        *((45, NOW + S), (3, NOW + 2 * S), (1, NOW)),
+    ]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_was_told_with_a_heartbeat_happened_when_it_says(at_once: bool) -> None:
+    """Else a request that came and went between two heartbeats would have taken no time."""
+    made = book()
+    made.apply(msgspec.structs.replace(health(), at_once=at_once), NOW)
+    assert made.busy_ns(NOW + S // 2) == 0
+    told: list[TapEvent] = [
+        Arrived(POD, 1, NOW + S, ""),
+        Sized(POD, 1, 300),
+        FirstToken(POD, 1, NOW + 2 * S),
+        Ended(POD, 1, NOW + 4 * S, 21, 200, EndKind.COMPLETE),
+    ]
+    heard = NOW + 9 * S
+    moments = []
+    for event in told:
+        moments.append(made.moment(event, heard))
+        made.apply(event, moments[-1])
+    expected = [NOW + S, NOW + S, NOW + 2 * S, NOW + 4 * S]
+    assert moments == ([heard] * 4 if at_once else expected)
+    assert made.busy_ns(heard + S) == (0 if at_once else 3 * S)
+    assert made.empty_since_ns() == (heard if at_once else NOW + 4 * S)
 
 
 def test_a_dismissed_request_never_was() -> None:

@@ -64,7 +64,15 @@ from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, closed, 
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.reasons import GateReason
 from rose_core.identity import PodUid, SlotUid
-from rose_core.telemetry.events import Arrived, Dismissed, Ended, Health, Progress, TapEvent
+from rose_core.telemetry.events import (
+    Arrived,
+    Counted,
+    Dismissed,
+    Ended,
+    Health,
+    Progress,
+    TapEvent,
+)
 from rose_core.wire.host import EngineState
 from rose_core.wire.sync import PoolPolicy, SignalSource, SyncReply, SyncRequest
 from rose_engines.node.rundir import RunDir, read_json, write_json
@@ -77,6 +85,7 @@ _TICK_NS = 2 * 65_000_000  # how long an open gate is taken for open without bei
 _MATCH_SECONDS = 0.5
 _ORPHAN_SECONDS = 15.0
 _EDGES = (Arrived, Dismissed, Ended)
+_TOKENS = (Progress, Counted)
 
 _MISMATCH_NS = 2_000_000_000
 _SOON_NS = 10_000_000
@@ -308,7 +317,7 @@ class Guard:
     def on_tap(self, events: list[TapEvent], now_ns: int) -> None:
         """Apply events, then step the replicas they touch; those with an arrival first."""
         touched = {event.replica for event in events if self._take(event, now_ns)}
-        others = [one for one in events if not isinstance(one, Progress)]  # tokens are the most
+        others = [one for one in events if not isinstance(one, _TOKENS)]  # they are the most
         arrived = [event for event in others if isinstance(event, Arrived)]
         arrivals: dict[PodUid, int] = {}
         for event in arrived:
@@ -336,7 +345,7 @@ class Guard:
         verdict = self._verdicts.get(event.replica)
         if verdict is None or verdict.slack is None or isinstance(event, Health):
             return False  # a heartbeat is a tick
-        return not (isinstance(event, Progress) and verdict.again_ns)
+        return not (isinstance(event, _TOKENS) and verdict.again_ns)
 
     def on_tap_lost(self, now_ns: int) -> None:
         """The tap is gone: nothing is known about any replica."""
@@ -492,6 +501,7 @@ class Guard:
             now_ns,
             stop_pressed=self._stop_pressed,
             whole_chunks=self.leading.leads(uid) or any(count > 1 for count in ranks),
+            followed=self._is_followed(uid),
             following=self.groups.following(replica, now_ns),
         )
 
@@ -608,7 +618,7 @@ class Guard:
     def _watch(self, source: PodSource, pods: Mapping[PodUid, ServingPod]) -> None:
         """Tell the tap what to follow, and forget the requests of replicas it no longer follows."""
         watched = {
-            uid: self.replicas[uid].watch()
+            uid: self.replicas[uid].watch(followed=self._is_followed(uid))
             for uid, pod in pods.items()
             if SignalSource.WIRE_TAP in self.replicas[uid].policy.allowed_signals
             and (pod.pid or not isinstance(source, KubernetesPods))

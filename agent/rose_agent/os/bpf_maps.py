@@ -93,6 +93,25 @@ class HashMap:
         Raises:
             OSError: as ``get``.
         """
+        found = self._look_up_all()
+        keys, values = memoryview(self._keys), memoryview(self._values)
+        for (key,), (value,) in zip(
+            self._one_key.iter_unpack(keys[: found * len(self._key)]),
+            self._one_value.iter_unpack(values[: found * len(self._value)]),
+            strict=True,
+        ):
+            yield key, value
+
+    def values(self) -> bytes:
+        """Every value, one behind the other, by one call.
+
+        Raises:
+            OSError: as ``get``.
+        """
+        return ctypes.string_at(self._values, self._look_up_all() * len(self._value))
+
+    def _look_up_all(self) -> int:
+        """Fill both buffers; how many entries there are."""
         attributes = ctypes.create_string_buffer(
             _MANY.pack(
                 *(0, ctypes.addressof(self._position)),
@@ -103,13 +122,7 @@ class HashMap:
         )
         _ask(_BATCH, attributes)
         (found,) = struct.unpack_from("=I", attributes, _COUNT_AT)
-        keys, values = memoryview(self._keys), memoryview(self._values)
-        for (key,), (value,) in zip(
-            self._one_key.iter_unpack(keys[: found * len(self._key)]),
-            self._one_value.iter_unpack(values[: found * len(self._value)]),
-            strict=True,
-        ):
-            yield key, value
+        return int(found)
 
     def _do(self, command: int, key: bytes) -> bool:
         self._key.raw = key

@@ -34,6 +34,9 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
         closely: a guard paces by tokens. First tokens are sent as they happen, later ones with
             the next other event or with a heartbeat, twice in each period of the duty. Otherwise
             first tokens wait like later ones, and heartbeats are rarer.
+        at_once: something may have to be stopped for a request, so its arrival is told as it
+            happens, and the last end. Otherwise all that happens waits for the heartbeat, which
+            says so.
     """
 
     replica: PodUid
@@ -42,10 +45,12 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     netns: str = ""
     interfaces: tuple[str, ...] = ()
     closely: bool = True
+    at_once: bool = True
 
     def same_sockets(self, other: Watch) -> bool:
         """The other one can be served by the same sockets; it may want to watch more closely."""
-        return msgspec.structs.replace(other, closely=self.closely) == self
+        alike = msgspec.structs.replace(other, closely=self.closely, at_once=self.at_once)
+        return alike == self
 
 
 class Unwatch(msgspec.Struct, frozen=True, tag="unwatch"):

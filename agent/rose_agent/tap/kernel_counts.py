@@ -5,7 +5,8 @@
 | its first token has been read, the next byte begins a chunk, nothing waits unread | *entrusted* |
 | entrusted, a segment of it is passed | the kernel's count is taken, then the segment is read |
 | it was read on, or closed | withdrawn; entrusted anew when nothing waits |
-| a heartbeat | every count is taken, by one call |
+| a heartbeat | what lies in the map goes to the guard as it is, by one call |
+| every other second | every count is taken, so that none grows old here |
 | withdrawn three times and nothing was counted | the reader's until its next response |
 | the map is full | the reader's |
 
@@ -22,15 +23,13 @@ from dataclasses import dataclass
 
 from rose_agent.os.bpf_maps import HashMap
 from rose_agent.tap import metrics
-from rose_core.telemetry.events import TapEvent
+from rose_core.telemetry.events import RECORD, RECORD_TOKENS, Counted, TapEvent
 from rose_core.telemetry.segments import Client, Segment
 from rose_core.telemetry.tracker import Tracker
 
-KEY_BYTES, VALUE_BYTES, MOST = 20, 24, 1024
+KEY_BYTES, MOST = 20, 1024
 """As ``tokens.bpf.c`` has them."""
 _KEY = struct.Struct("=16sHH")
-_VALUE = struct.Struct("=QQII")
-_TOKENS = 0x7FFFFFFF
 _MOST_FRUITLESS = 3
 _LAST_EVENT = b"data: [D"
 
@@ -45,7 +44,7 @@ class _Stream:
 
 def streams(descriptor: int) -> HashMap:
     """The program's map, from its descriptor."""
-    return HashMap(descriptor, KEY_BYTES, VALUE_BYTES, MOST)
+    return HashMap(descriptor, KEY_BYTES, RECORD.size, MOST)
 
 
 def key_of(client: Client) -> bytes:
@@ -99,7 +98,7 @@ class KernelCounts:
         if self._stopped:
             return
         patient = self._fruitless.get(client, 0) < _MOST_FRUITLESS
-        if patient and _LAST_EVENT not in payload and self._tracker.is_countable(client):
+        if patient and _LAST_EVENT not in payload and self._tracker.countable(client) is not None:
             self._next.add(client)
 
     def settle(self) -> None:
@@ -110,15 +109,27 @@ class KernelCounts:
         """
         for client in self._next:
             key, position = key_of(client), self._tracker.position(client)
-            if position is None or key in self._streams or not self._tracker.is_countable(client):
+            request = self._tracker.countable(client)
+            if position is None or key in self._streams or request is None:
                 continue
-            if self._map.put(key, _VALUE.pack(position << 32, 0, 0, 0)):
+            value = RECORD.pack(position << 32, 0, 0, 0, request.number, request.tokens())
+            if self._map.put(key, value):
                 self._streams[key] = _Stream(client, position)
             else:
                 metrics.NOT_ENTRUSTED.inc()
         self._next.clear()
 
-    def beat(self) -> list[TapEvent]:
+    def counted(self) -> list[TapEvent]:
+        """What the kernel has counted by now, for the guard; nothing is taken.
+
+        Raises:
+            OSError: the kernel does not answer.
+        """
+        if not self._streams:
+            return []
+        return [Counted(self._tracker.ledger.replica, self._map.values())]
+
+    def take_all(self) -> list[TapEvent]:
         """Take every count.
 
         Raises:
@@ -165,8 +176,8 @@ class KernelCounts:
         if value is None:
             self.doubtful = True
             return False
-        packed, last_ns, size, of_tokens = _VALUE.unpack(value)
-        until, tokens = packed >> 32, packed & _TOKENS
+        packed, last_ns, size, of_tokens, _, _ = RECORD.unpack(value)
+        until, tokens = packed >> 32, packed & RECORD_TOKENS
         if until == stream.position:
             return False
         fresh, each = tokens - stream.tokens, size / of_tokens if of_tokens else 0.0
@@ -187,7 +198,7 @@ class KernelCounts:
         value = self._map.take(key)
         if self._tracker.position(stream.client) is None:
             return  # closed: whatever came afterwards belongs to nobody
-        until = _VALUE.unpack(value)[0] >> 32 if value is not None else None
+        until = RECORD.unpack(value)[0] >> 32 if value is not None else None
         self.doubtful |= until != stream.position
         if stream.tokens:
             self._fruitless.pop(stream.client, None)

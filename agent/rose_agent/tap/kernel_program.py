@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rose_agent.errors import NoKernelCounts
 from rose_agent.os import bpf
+from rose_core.telemetry.events import RECORD
 
 FOLDER = Path(sys.prefix) / "bpf"
 """With ``tokens.o`` and, where the system has none of its own, ``libbpf.so.1``."""
@@ -67,6 +68,8 @@ def loaded(port: int) -> Iterator[Program]:
             raise NoKernelCounts(f"the kernel refuses the program: {reason}")
         program = _found(lib.bpf_object__find_program_by_name(loaded, b"tokens"), "its program")
         streams = _found(lib.bpf_object__find_map_by_name(loaded, b"streams"), "its streams")
+        if lib.bpf_map__value_size(streams) != RECORD.size:
+            raise NoKernelCounts(f"{path} is of another version: `make tap` compiles this one")
         yield Program(lib.bpf_program__fd(program), lib.bpf_map__fd(streams))
     finally:
         lib.bpf_object__close(loaded)

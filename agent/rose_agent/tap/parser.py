@@ -339,7 +339,7 @@ class Relay:
     def resend(self) -> None:
         """Send the requests under way to a guard that has just connected."""
         if self._writer is not None:
-            watch = Watch(self.watch.replica, 0, self.watch.port, closely=self.watch.closely)
+            watch = msgspec.structs.replace(self.watch, pid=0, netns="", interfaces=())
             self._writer.write(frames.pack([watch]))
 
     def close(self) -> None:

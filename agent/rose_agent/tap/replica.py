@@ -19,6 +19,7 @@ The eighth holds where the kernel counts nothing. Segments of streams that it fo
 
 | requests under way | when it is read |
 |---|---|
+| any, where nobody wants to hear at once | at the heartbeat |
 | an end may come unmarked: a body of known length, HTTP/2 | at each segment |
 | watched closely, a first token is awaited | at each segment, then not for 20 ms but by the bell |
 | any other, or none | when the bell rings (requests, heads, ends), at the heartbeat |
@@ -27,7 +28,7 @@ What a segment tells goes out when it is read, but for what changes little at on
 gate closed for longer: tokens after the first, and beside other requests the end of one, and its
 first token where nobody watches closely. Those wait for the next other event or heartbeat. The
 guard decides on them when a period begins, and heartbeats come just before that and in its middle.
-What the kernel counts is taken at each heartbeat of a replica that is watched closely, and twice a
+What the kernel counts is told at each heartbeat of a replica that is watched closely, and twice a
 second elsewhere, where it only shows that streams are alive. Next step:
 ``packets`` decodes a segment, ``rose_core.telemetry.tracker`` follows requests.
 """
@@ -38,6 +39,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 
 from rose_agent.os import bpf
 from rose_agent.os.bpf_maps import HashMap
@@ -51,12 +53,22 @@ from rose_core.telemetry.tracker import Tracker
 _BATCH = 256  # segments handled before others get their turn
 _BLANK = memoryview(bytes(bpf.SNAP))
 _MOST_BEHIND = 64  # batches that a heartbeat reads to be up to date
-_COUNT_NS = 450_000_000  # between two takings of counts where nobody paces by tokens
+_COUNT_NS = 450_000_000  # between two tellings of counts where nobody paces by tokens
+_TAKE_NS = 2_000_000_000  # a stream that is counted may look silent here for so long
 _REST_SECONDS = 0.02  # how late a first token may be sent where tokens of others pass all the time
 _MUCH = 32  # segments at once from which the sockets' buffers should be emptied more often
 # A connection that shows nothing for this long is given up. Long, because a request that waits in
 # a full queue shows nothing either, and forgetting it would open the gate.
 _SILENT_NS = 900_000_000_000
+
+
+class _Ear(Enum):
+    """What wakes the tap."""
+
+    NOTHING = auto()
+    """Nobody wants to hear at once: the heartbeat reads."""
+    BELL = auto()
+    SEGMENTS = auto()
 
 
 class TappedReplica:
@@ -91,14 +103,14 @@ class TappedReplica:
         self._deliver: Callable[[list[TapEvent]], None] = _ignore
         self._progress: dict[int, Progress] = {}
         self._later: list[TapEvent] = []  # first tokens and ends that wait
-        self._counted_ns = 0
+        self._counted_ns = self._taken_ns = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
         self._buffer = memoryview(bytearray(bpf.SNAP))
         self._used = 0
         self._lost_ns = 0
         self._sampled = False
-        self._by_bell = True
+        self._ear = _Ear.NOTHING
         self._rate = 0.0
         self._rate_base = (time.monotonic_ns(), 0)
         self._packets_then = 0
@@ -123,6 +135,7 @@ class TappedReplica:
         """Read from now on, inside the running loop."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
+        self._ear = self._wanted_ear()
         self._listen()
 
     def close(self) -> None:
@@ -141,16 +154,18 @@ class TappedReplica:
             return
         for taps in self._taps:
             tap = self._choose(taps)
-            if self._by_bell:
+            if self._ear is _Ear.BELL:
                 self._loop.add_reader(taps.bell, self._on_bell, taps)
-            else:
+            elif self._ear is _Ear.SEGMENTS:
                 self._loop.add_reader(tap, self._on_readable, tap)
 
     def _stop_listening(self) -> None:
         if self._loop is None:
             return
         for taps in self._taps:
-            self._loop.remove_reader(taps.bell if self._by_bell else self._choose(taps))
+            if self._ear is not _Ear.NOTHING:
+                by_bell = self._ear is _Ear.BELL
+                self._loop.remove_reader(taps.bell if by_bell else self._choose(taps))
 
     def _choose(self, taps: Taps) -> socket.socket:
         return taps.sampled if self._sampled else taps.unsampled
@@ -282,6 +297,7 @@ class TappedReplica:
             seen=ledger.seen,
             finished=ledger.finished,
             unsure=ledger.unsure,
+            at_once=self.watch.at_once,
         )
 
     def _catch_up(self, tap: socket.socket, events: list[TapEvent], now_ns: int) -> None:
@@ -290,14 +306,20 @@ class TappedReplica:
             self._lost_ns = now_ns
 
     def _count(self, now_ns: int, events: list[TapEvent], *, last: bool = False) -> None:
-        """Take what the kernel has counted; ``last``: from here on it counts nothing."""
+        """Tell what the kernel has counted; ``last``: from here on it counts nothing."""
         counts = self._counts
         pause_ns = 0 if last or self.watch.closely else _COUNT_NS
         if counts is None or now_ns - self._counted_ns < pause_ns:
             return
         self._counted_ns = now_ns
         try:
-            events += counts.stop() if last else counts.beat()
+            if last:
+                events += counts.stop()
+            elif now_ns - self._taken_ns >= _TAKE_NS:
+                self._taken_ns = now_ns
+                events += counts.take_all()
+            else:
+                events += counts.counted()
         except OSError as error:
             self.problem = f"the kernel's counts failed: {error}"
         if counts.doubtful:
@@ -334,11 +356,16 @@ class TappedReplica:
                 self._switch(events)
         except OSError as error:
             self.problem = f"packet socket failed: {error}"
-        by_bell = not self._needs_waking()
-        if by_bell != self._by_bell:
+        ear = self._wanted_ear()
+        if ear is not self._ear:
             self._stop_listening()
-            self._by_bell = by_bell
+            self._ear = ear
             self._listen()
+
+    def _wanted_ear(self) -> _Ear:
+        if not self.watch.at_once:
+            return _Ear.NOTHING
+        return _Ear.SEGMENTS if self._needs_waking() else _Ear.BELL
 
     def _wants_sample(self) -> bool:
         # Sampled counts are a share of the real rate; the border is crossed downwards when the

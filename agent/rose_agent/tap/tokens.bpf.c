@@ -43,6 +43,8 @@ struct stream {
 	__u64 last_ns; // of the newest segment with tokens: when, its bytes, its tokens
 	__u32 last_size;
 	__u32 last_tokens;
+	__u64 request; // for whoever reads the map: its number, its tokens before it was entrusted
+	__u64 before;
 };
 
 struct {

@@ -27,8 +27,8 @@ from rose_core.guard.regime import Gaps
 from rose_core.telemetry import signal as signals
 from rose_core.telemetry.book import Book
 from rose_core.telemetry.dialects import Figures
-from rose_core.telemetry.events import Progress, TapEvent
-from rose_core.telemetry.signal import Reading, ServingSignal, SignalLimits
+from rose_core.telemetry.events import Counted, Progress, TapEvent
+from rose_core.telemetry.signal import Doubt, Reading, ServingSignal, SignalLimits
 from rose_core.telemetry.verify import SignalVerification
 from rose_core.wire.sync import PoolPolicy, SignalSource
 
@@ -51,6 +51,7 @@ class GuardedReplica:
         view: its GPUs, as last looked at; at ``looked_ns``, 0 = never.
         shown: whether the metrics say that the state is known.
         closely: lending may be paced by tokens, so the tap reports them sooner.
+        at_once: the tap was asked to tell arrivals as they happen; asked last at ``asked_ns``.
         compute: what rollouts have had of its GPUs lately, against the owner's limit.
     """
 
@@ -76,6 +77,8 @@ class GuardedReplica:
     looked_ns: int = 0
     shown: bool | None = None
     closely: bool = False
+    at_once: bool = False
+    asked_ns: int = 0
     compute: ComputeWindow = field(default_factory=ComputeWindow)
 
     @classmethod
@@ -113,12 +116,30 @@ class GuardedReplica:
             self.reader.aim(pod, policy.engine)
         self.pod, self.policy = pod, policy
 
-    def watch(self) -> Watch:
-        """What the tap should follow: closely where lending may be paced by tokens."""
+    def watch(self, *, followed: bool) -> Watch:
+        """What the tap should follow: closely where lending may be paced by tokens.
+
+        Args:
+            followed: somebody goes by the gate; else nothing has to be told before a heartbeat.
+        """
+        now_ns = time.monotonic_ns()
         pod, paced = self.pod, self.granted and self.outcomes.objective(self.policy).given
         border = _IDLE_ENOUGH if self.closely else _HARDLY_IDLE
-        self.closely = paced and self.gaps.share(time.monotonic_ns()) < border
-        return Watch(pod.uid, pod.pid, pod.port, interfaces=pod.interfaces, closely=self.closely)
+        self.closely = paced and self.gaps.share(now_ns) < border
+        if followed is not self.at_once:
+            self.at_once, self.asked_ns = followed, now_ns
+        return Watch(
+            *(pod.uid, pod.pid, pod.port),
+            interfaces=pod.interfaces,
+            closely=self.closely,
+            at_once=followed,
+        )
+
+    @property
+    def is_told_late(self) -> bool:
+        """The tap holds arrivals back, or may: it has not been heard since it was asked last."""
+        health = self.book.health
+        return health is not None and (not health.at_once or health.time_ns < self.asked_ns)
 
     def note_known(self, *, known: bool) -> None:
         """Show in the metrics whether the state is known."""
@@ -191,6 +212,7 @@ class GuardedReplica:
         *,
         stop_pressed: bool,
         whole_chunks: bool = False,
+        followed: bool = False,
         following: LeaderLease | None = None,
     ) -> ReplicaFacts:
         """What the gate needs to know.
@@ -199,10 +221,13 @@ class GuardedReplica:
             now_ns: the time.
             stop_pressed: nothing may be lent on this node.
             whole_chunks: an engine beside it cannot shorten its prefill chunks.
+            followed: somebody goes by the gate, so what is told late says nothing.
             following: words of the guard whose gate it follows; None = it follows none.
         """
+        uses_tap = SignalSource.WIRE_TAP in self.policy.allowed_signals
+        told_late = followed and uses_tap and self.is_told_late
         return ReplicaFacts(
-            signal=self.signal(now_ns),
+            signal=signals.unknown(Doubt.NO_SIGNAL) if told_late else self.signal(now_ns),
             stop_requested=stop_pressed or self.pod.stopped,
             lending=self.policy.mode == "Lend",
             gone=self.gone,
@@ -224,11 +249,12 @@ class GuardedReplica:
 
     def take(self, event: TapEvent, now_ns: int) -> None:
         """Apply one event of the tap."""
-        done = self.book.apply(event, now_ns)
-        if isinstance(event, Progress):
+        at_ns = self.book.moment(event, now_ns)
+        done = self.book.apply(event, at_ns)
+        if isinstance(event, Progress | Counted):
             return  # nobody has come or gone
-        self.gaps.note(busy=bool(self.book.live), now_ns=now_ns)
-        self.outcomes.observe(event, now_ns)
+        self.gaps.note(busy=bool(self.book.live), now_ns=at_ns)
+        self.outcomes.observe(event, at_ns)
         if done is not None:
             others = len(self.book.live)
             self.outcomes.record(done, self.policy, self.windows, lent=self.lent, others=others)
