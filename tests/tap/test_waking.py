@@ -316,13 +316,12 @@ async def test_a_token_wakes_nobody_but_with_a_heartbeat_or_with_news(short_dir:
     beats = sum(any(isinstance(one, Health) for one in frame) for frame in frames_told)
     assert len(frames_told) - beats <= len((Arrived, FirstToken, Ended)) + 1, "a head in two pieces"
     assert len(tokens_of([e for frame in frames_told for e in frame])) >= beats // 2
-    ended = frames_told[-1][-1]
-    assert isinstance(ended, Ended)
+    (ended,) = (one for one in frames_told[-1] if isinstance(one, Ended))
     assert ended.tokens == _STREAMED
 
 
 async def _until_ended(listener: Listener) -> list[list[TapEvent]]:
     received: list[list[TapEvent]] = []
-    while not received or not isinstance(received[-1][-1], Ended):
+    while not received or not any(isinstance(one, Ended) for one in received[-1]):
         received.append(await frames.read(listener._reader, frames.events))
     return received

@@ -17,7 +17,7 @@ DROPPED = Counter(
 REQUESTS = Counter("rose_tap_requests", "Generating requests seen to arrive.", registry=REGISTRY)
 LAG_SECONDS = Histogram(
     "rose_tap_lag_seconds",
-    "From the kernel's stamp of a request's first segment to its event.",
+    "From the kernel's stamp of a request's first segment to its event, where it is told at once.",
     buckets=(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0),
     registry=REGISTRY,
 )

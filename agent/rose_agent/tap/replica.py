@@ -261,7 +261,8 @@ class TappedReplica:
         for event in (self._counts or self.tracker).feed(segment):
             if isinstance(event, Arrived):
                 metrics.REQUESTS.inc()
-                metrics.LAG_SECONDS.observe((time.monotonic_ns() - stamp_ns) / 1e9)
+                if self.watch.at_once:
+                    metrics.LAG_SECONDS.observe((time.monotonic_ns() - stamp_ns) / 1e9)
             events.append(event)
 
     # --- heartbeat
