@@ -117,7 +117,7 @@ class Book:
         return min(now_ns, max(self._changed_ns, self.health.time_ns, said_ns))
 
     def apply(self, event: TapEvent, now_ns: int) -> FinishedRequest | None:
-        """Take one event, of the ``moment`` at which it happened; a finished request is returned."""
+        """Take one event of that ``moment``; a finished request is returned."""
         if isinstance(event, Progress):  # first: of every stream at every heartbeat
             request = self.live.get(event.request)
             if request is not None:
