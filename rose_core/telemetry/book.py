@@ -113,8 +113,8 @@ class Book:
         """When an event happened: now, but for those that have waited for their heartbeat."""
         if self.health is None or self.health.at_once or isinstance(event, Health):
             return now_ns
-        said_ns = 0 if isinstance(event, Dismissed | Sized | Counted) else event.time_ns
-        return min(now_ns, max(self._changed_ns, self.health.time_ns, said_ns))
+        event_ns = 0 if isinstance(event, Dismissed | Sized | Counted) else event.time_ns
+        return min(now_ns, max(self._changed_ns, self.health.time_ns, event_ns))
 
     def apply(self, event: TapEvent, now_ns: int) -> FinishedRequest | None:
         """Take one event of that ``moment``; a finished request is returned."""

@@ -136,7 +136,7 @@ class GuardedReplica:
         )
 
     @property
-    def is_told_late(self) -> bool:
+    def arrivals_wait(self) -> bool:
         """The tap holds arrivals back, or may: it has not been heard since it was asked last."""
         health = self.book.health
         return health is not None and (not health.at_once or health.time_ns < self.asked_ns)
@@ -225,9 +225,9 @@ class GuardedReplica:
             following: words of the guard whose gate it follows; None = it follows none.
         """
         uses_tap = SignalSource.WIRE_TAP in self.policy.allowed_signals
-        told_late = followed and uses_tap and self.is_told_late
+        unheard = followed and uses_tap and self.arrivals_wait
         return ReplicaFacts(
-            signal=signals.unknown(Doubt.NO_SIGNAL) if told_late else self.signal(now_ns),
+            signal=signals.unknown(Doubt.NO_SIGNAL) if unheard else self.signal(now_ns),
             stop_requested=stop_pressed or self.pod.stopped,
             lending=self.policy.mode == "Lend",
             gone=self.gone,

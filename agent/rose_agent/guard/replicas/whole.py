@@ -124,7 +124,7 @@ class WholeReplicas:
     ) -> None:
         now_ns = time.monotonic_ns()
         signal = replica.signal(now_ns)
-        since = None if replica.is_told_late else signal.empty_since_ns
+        since = None if replica.arrivals_wait else signal.empty_since_ns
         seen = WholeSeen(
             granted=granted,
             stage=self._reported_stage(sleepy),
