@@ -124,10 +124,10 @@ class Book:
                 request.last_ns, request.tokens = event.time_ns, event.tokens
             return None
         if isinstance(event, Counted):
-            live = self.live
+            find = self.live.get
             for number, tokens, last_ns in progress(event):
-                if number in live:
-                    live[number].last_ns, live[number].tokens = last_ns, tokens
+                if (request := find(number)) is not None:
+                    request.last_ns, request.tokens = last_ns, tokens
             return None
         if isinstance(event, Health):
             self._health(event, now_ns)

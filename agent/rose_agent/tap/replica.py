@@ -62,7 +62,7 @@ _MUCH = 32  # segments at once from which the sockets' buffers should be emptied
 _SILENT_NS = 900_000_000_000
 
 
-class _Ear(Enum):
+class _WakeOn(Enum):
     """What wakes the tap."""
 
     NOTHING = auto()
@@ -110,7 +110,7 @@ class TappedReplica:
         self._used = 0
         self._lost_ns = 0
         self._sampled = False
-        self._ear = _Ear.NOTHING
+        self._wake_on = _WakeOn.NOTHING
         self._rate = 0.0
         self._rate_base = (time.monotonic_ns(), 0)
         self._packets_then = 0
@@ -135,7 +135,7 @@ class TappedReplica:
         """Read from now on, inside the running loop."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
-        self._ear = self._wanted_ear()
+        self._wake_on = self._choose_wake()
         self._listen()
 
     def close(self) -> None:
@@ -154,17 +154,17 @@ class TappedReplica:
             return
         for taps in self._taps:
             tap = self._choose(taps)
-            if self._ear is _Ear.BELL:
+            if self._wake_on is _WakeOn.BELL:
                 self._loop.add_reader(taps.bell, self._on_bell, taps)
-            elif self._ear is _Ear.SEGMENTS:
+            elif self._wake_on is _WakeOn.SEGMENTS:
                 self._loop.add_reader(tap, self._on_readable, tap)
 
     def _stop_listening(self) -> None:
         if self._loop is None:
             return
         for taps in self._taps:
-            if self._ear is not _Ear.NOTHING:
-                by_bell = self._ear is _Ear.BELL
+            if self._wake_on is not _WakeOn.NOTHING:
+                by_bell = self._wake_on is _WakeOn.BELL
                 self._loop.remove_reader(taps.bell if by_bell else self._choose(taps))
 
     def _choose(self, taps: Taps) -> socket.socket:
@@ -357,16 +357,16 @@ class TappedReplica:
                 self._switch(events)
         except OSError as error:
             self.problem = f"packet socket failed: {error}"
-        ear = self._wanted_ear()
-        if ear is not self._ear:
+        wake_on = self._choose_wake()
+        if wake_on is not self._wake_on:
             self._stop_listening()
-            self._ear = ear
+            self._wake_on = wake_on
             self._listen()
 
-    def _wanted_ear(self) -> _Ear:
+    def _choose_wake(self) -> _WakeOn:
         if not self.watch.at_once:
-            return _Ear.NOTHING
-        return _Ear.SEGMENTS if self._needs_waking() else _Ear.BELL
+            return _WakeOn.NOTHING
+        return _WakeOn.SEGMENTS if self._needs_waking() else _WakeOn.BELL
 
     def _wants_sample(self) -> bool:
         # Sampled counts are a share of the real rate; the border is crossed downwards when the

@@ -225,9 +225,9 @@ class GuardedReplica:
             following: words of the guard whose gate it follows; None = it follows none.
         """
         uses_tap = SignalSource.WIRE_TAP in self.policy.allowed_signals
-        unheard = followed and uses_tap and self.arrivals_wait
+        waits = followed and uses_tap and self.arrivals_wait
         return ReplicaFacts(
-            signal=signals.unknown(Doubt.NO_SIGNAL) if unheard else self.signal(now_ns),
+            signal=signals.unknown(Doubt.NO_SIGNAL) if waits else self.signal(now_ns),
             stop_requested=stop_pressed or self.pod.stopped,
             lending=self.policy.mode == "Lend",
             gone=self.gone,
