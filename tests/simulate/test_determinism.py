@@ -11,7 +11,7 @@ import yaml
 
 from rose_simulate.verbs.studies import SCENARIOS, STUDIES
 
-BINS = {"fleet", "fortnight", "shared"}  # ``test_fleet`` repeats those
+BINS = {"fleet", "fleet-capacity", "fortnight", "shared"}  # ``test_fleet`` repeats those
 NAMES = sorted(set(STUDIES) - BINS)
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from rose_simulate.files.reading import read_material, read_scenario
@@ -15,10 +16,17 @@ from rose_simulate.model.fleets.curves import (
     curve,
     dedicated_tokens_per_s,
 )
-from rose_simulate.model.fleets.fleet import FleetOutcome, FleetRun
+from rose_simulate.model.fleets.fleet import (
+    EngineSupply,
+    FleetOutcome,
+    FleetRun,
+    FluidJob,
+    FluidWork,
+)
 from rose_simulate.model.run import run
+from rose_simulate.model.scenarios.costs import costs_of
 from rose_simulate.model.scenarios.fleet_scenario import FleetScenario
-from rose_simulate.model.scenarios.scenario import Load, Regime, Scenario
+from rose_simulate.model.scenarios.scenario import Load, Regime, RolloutJob, Scenario
 from rose_simulate.model.simulation import SimulationInputs
 from rose_simulate.pages.study_page import page
 from rose_simulate.runs import fleets
@@ -74,7 +82,7 @@ def simulated(setup: FleetScenario, material: SimulationInputs, regime: Regime) 
 
 
 def events(setup: FleetScenario, material: SimulationInputs, regime: Regime) -> float:
-    """Tokens per second of the same pools, event by event, turns placed for affinity."""
+    """Useful tokens per second of the same pools, event by event, turns placed."""
     kind = setup.services[0].service
     scenario = Scenario(
         name="same",
@@ -87,7 +95,14 @@ def events(setup: FleetScenario, material: SimulationInputs, regime: Regime) -> 
         jobs=(setup.jobs.job,),
     )
     outcome, _ = run(scenario, regime, 1, material, {})
-    return sum(job.tokens for job in outcome.jobs) / setup.seconds
+    return outcome.useful_tokens_per_s
+
+
+def full(setup: FleetScenario, **changes: object) -> FleetScenario:
+    """The same with the batch for each dedicated GPU that study ``capacity`` has."""
+    here = small(setup, **changes)
+    job = here.jobs.job.model_copy(update={"batch_groups": 32})
+    return here.model_copy(update={"jobs": here.jobs.model_copy(update={"job": job})})
 
 
 @pytest.mark.parametrize("regime", [Regime.FIXED, Regime.OURS_LADDER])
@@ -97,6 +112,74 @@ def test_the_fleet_agrees_with_single_events(
     here = small(setup)
     found = simulated(here, material, regime)
     assert found.tokens_per_s == pytest.approx(events(here, material, regime), rel=0.25)
+
+
+@pytest.mark.parametrize("regime", [Regime.FIXED, Regime.OURS])
+def test_the_fleet_agrees_with_single_events_where_engines_are_full(
+    setup: FleetScenario, material: SimulationInputs, regime: Regime
+) -> None:
+    here = full(setup)
+    found = simulated(here, material, regime)
+    assert found.full_share > 0.95
+    assert found.tokens_per_s == pytest.approx(events(here, material, regime), rel=0.15)
+
+
+def test_a_fleet_says_where_its_engines_lack_trajectories(
+    setup: FleetScenario, material: SimulationInputs
+) -> None:
+    starved, fed = (
+        simulated(one, material, Regime.OURS_HELD) for one in (small(setup), full(setup))
+    )
+    assert starved.full_share < 0.9 * fed.full_share
+    assert starved.lent_worth == fed.lent_worth
+    assert 0.2 < fed.lent_worth < 1.0
+
+
+def test_both_readings_of_the_papers_rules_are_one_in_a_fleet(
+    setup: FleetScenario, material: SimulationInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "LOADS", (0.0, 0.4))
+    readings = Regime.ROSE_PAPER, Regime.ROSE_PAPER_DEDICATED
+    here = full(setup, regimes=readings, seeds=(1,), seconds=120.0)
+    first, second = run_fleet(here, material, lambda _one: None).outcomes
+    assert first.tokens_per_s > 0
+    assert second == msgspec.structs.replace(first, regime=second.regime)
+
+
+def tank(job: RolloutJob, *, by_age: bool = True) -> FluidJob:
+    """Every trajectory writes 100 tokens, always at an engine."""
+    own = costs_of(job, job.device, job.gpus_per_engine, 0.5)
+    work = FluidWork(job, own, np.array([100.0]), 1.0, by_age)
+    return FluidJob(work, np.random.default_rng(1))
+
+
+PLACES = EngineSupply(most=200.0, slots=8, engines=1)
+
+
+def test_old_trajectories_have_the_places_where_there_are_more(setup: FleetScenario) -> None:
+    job = setup.jobs.job.model_copy(update={"group": 4, "batch_groups": 2, "staleness": 3})
+    aged, turned = tank(job), tank(job, by_age=False)
+    for second in range(4):
+        aged.advance(PLACES, float(second), 1.0)
+        turned.advance(PLACES, float(second), 1.0)
+    assert aged.finished == 8
+    assert turned.finished == 0
+    assert aged.tokens == turned.tokens == 800
+
+
+def test_tokens_of_dropped_groups_are_of_no_use(setup: FleetScenario) -> None:
+    job = setup.jobs.job.model_copy(
+        update={"group": 4, "batch_groups": 2, "staleness": 0, "train_s": 1.0}
+    )
+    found = tank(job)
+    found.advance(PLACES, 0.0, 1.0)
+    assert found.useful == found.tokens == 200
+    found.version = 1  # published by whoever else trains: what is under way is stale
+    for second in range(1, 8):
+        found.advance(PLACES, float(second), 1.0)
+    assert found.dropped == 8
+    assert found.discarded == 800
+    assert found.useful == found.tokens - 800
 
 
 def test_same_seed_same_bytes_and_lending_helps(

@@ -435,11 +435,13 @@ def _fleet(name: str, one: FleetResult, made: StudyPage) -> None:
         "each seed has load curves of its own. *Inside*: added where serving alone keeps its SLO. "
         "*Spared*: late alone, and not when lent. *Won*: dedicated GPU-hours that would have given "
         "as many more tokens than the fixed pool, over all seeds; *per violation*: that for each "
-        "added one, its shadow price.\n\n"
-        "| derate | seeds | regime | rollout tok/s | x fixed | x `ours-held` | x `rose-paper` "
-        "| accepted | dropped | GPU-hours lent | open | added violations | inside | spared "
-        "| violations alone | GPU-hours won | per violation |\n"
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
+        "added one, its shadow price. *Full*: tokens made, of those that the engines would have "
+        "made with full batches. *Worth*: what a lent GPU would have made with a full batch, of a "
+        "dedicated one.\n\n"
+        "| derate | seeds | regime | useful tok/s | x fixed | x `ours-held` | x `rose-paper` "
+        "| accepted | dropped | full | GPU-hours lent | open | worth | added violations | inside "
+        "| spared | violations alone | GPU-hours won | per violation |\n"
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
     )
     cells = dict.fromkeys((outcome.derate, outcome.regime) for outcome in one.outcomes)
     for derate, regime in cells:
@@ -471,12 +473,19 @@ def _fleet_row(result: FleetResult, same: Sequence[FleetOutcome]) -> str:
         f"| {_shown(against(result, one, Regime.OURS_HELD))} "
         f"| {_shown(against(result, one, Regime.ROSE_PAPER))} "
         f"| {mean(lambda o: o.accepted):.0f} | {mean(lambda o: o.dropped):.0f} "
-        f"| {mean(lambda o: o.lent_hours):.0f} | {mean(lambda o: o.open_share):.1%} "
+        f"| {mean(lambda o: o.full_share):.1%} | {mean(lambda o: o.lent_hours):.0f} "
+        f"| {mean(lambda o: o.open_share):.1%} | {_worth(same)} "
         f"| {_counted([o.added_violations for o in same])} | {mean(lambda o: o.added_inside):.0f} "
         f"| {mean(lambda o: o.spared_violations):.0f} "
         f"| {mean(lambda o: o.violations_alone):.0f} of {mean(lambda o: o.requests):.0f} "
         f"| {_price(result, same)} |\n"
     )
+
+
+def _worth(same: Sequence[FleetOutcome]) -> str:
+    """Each seed's is of its own load curves, so the interval is of their error."""
+    values = [one.lent_worth for one in same if one.lent_worth]
+    return _shown(mean_of(values)) if values else ""
 
 
 def _price(result: FleetResult, same: Sequence[FleetOutcome]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
+from rose_core.rollouts.placement.selection import PolicyName
 from rose_simulate.model.fleets.curves import (
     Alone,
     Curve,
@@ -57,8 +58,8 @@ def run_fleet(
         alone = {seed: alone_of(here, material, seed, loads) for seed in scenario.seeds}
         known: dict[tuple[RegimeRules, int], tuple[Curve, ...]] = {}
         for regime in scenario.regimes:
-            # A replica that is lent gives the same whoever decided to lend it.
-            rules = replace(RULES[regime], by_demand=True)
+            # A replica that is lent gives the same whoever lends it and places turns elsewhere.
+            rules = replace(RULES[regime], by_demand=True, placement=PolicyName.JOINT)
             for seed in scenario.seeds:
                 if (rules, seed) not in known:
                     known[rules, seed] = curves_of(
@@ -165,14 +166,14 @@ def curves_of(
 def fleet_table(result: FleetResult) -> str:
     """The outcomes as text."""
     head = (
-        "derate  regime            seed  GPUs    rollout tok/s  trajectories  dropped  steps  "
-        "lent   open   added violations (inside, spared)   alone                "
+        "derate  regime                seed  GPUs     useful tok/s  trajectories  dropped  steps  "
+        "full   lent   open   worth  added violations (inside, spared)   alone                "
         "GPU-h won, per violation"
     )
     lines = [
-        f"{one.derate:<7g} {one.regime:<17} {one.seed:<5} {one.gpus:<7} {one.tokens_per_s:>13.0f}  "
-        f"{one.finished:>12}  {one.dropped:>7}  {one.steps:>5}  {one.lent_share:<6.1%} "
-        f"{one.open_share:<6.1%} {_added(one):<34}  "
+        f"{one.derate:<7g} {one.regime:<21} {one.seed:<5} {one.gpus:<7} {one.tokens_per_s:>13.0f}  "
+        f"{one.finished:>12}  {one.dropped:>7}  {one.steps:>5}  {one.full_share:<6.1%} "
+        f"{one.lent_share:<6.1%} {one.open_share:<6.1%} {one.lent_worth:<6.2f} {_added(one):<34}  "
         f"{f'{one.violations_alone:.0f}/{one.requests}':<20} {_price(result, one)}"
         for one in result.outcomes
     ]

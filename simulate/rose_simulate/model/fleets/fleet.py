@@ -7,13 +7,14 @@
 | what a replica gives, which requests are late | ``curves`` at the load; they hold its randomness |
 | which replicas are lent | ``rose_core.lending.plan``, for all pools, every ``plan_s`` |
 | what a lease wants | its job's turns by bin, as its router says (``rollouts.training.rhythm``) |
-| rollouts of a job | ``FluidJob``: trajectories that all progress alike; no turn is placed |
+| rollouts of a job | ``FluidJob``: those that have a place all progress alike; no turn is placed |
 
 Against the event level its throughput is checked in ``tests/simulate/test_fleet.py``.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ from rose_simulate.model.scenarios.scenario import Regime, RolloutJob
 Floats = NDArray[np.float64]
 Steps = Callable[[float], float]
 _SOURCE = SignalSource.WIRE_TAP.value
+_SUMS = ("requests", "alone", "added", "inside", "spared", "lent", "open", "hours", "given")
 
 
 @dataclass(frozen=True)
@@ -70,22 +72,34 @@ class FluidWork:
     Attributes:
         lengths: output tokens of the episodes that trajectories are drawn from.
         active: share of a trajectory's life in which it is at an engine.
+        by_age: where there are more than places, old trajectories have them, as production's queue
+            and the paper's with ages give them; otherwise all take turns, first come, first served.
     """
 
     job: RolloutJob
     own: ModelCosts
     lengths: Floats
     active: float
+    by_age: bool = True
 
 
 @dataclass
 class FluidJob:
-    """The rollouts of one job: a tank of trajectories that all progress alike, per bin.
+    """The rollouts of one job: a tank of trajectories, per bin.
 
     | what | how |
     |---|---|
     | speed | what the engines give when full, less where trajectories under way do not fill them |
+    | who progresses | all alike; where there are more than places, the oldest (``by_age``) or all |
     | groups, staleness, training | as in ``job`` |
+
+    That all take turns costs no keys here, which flatters rules without ages.
+
+    Attributes:
+        left: tokens that each trajectory still has to write, oldest first.
+        ready: version and tokens of the groups that a trainer can take.
+        tokens, most: that engines made, and would have made with full batches.
+        discarded: tokens of the groups that were dropped.
     """
 
     work: FluidWork
@@ -94,7 +108,8 @@ class FluidJob:
     group: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     born: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     waiting: dict[int, int] = field(default_factory=dict)
-    ready: list[int] = field(default_factory=list)
+    written: dict[int, float] = field(default_factory=dict)
+    ready: list[tuple[int, float]] = field(default_factory=list)
     version: int = 0
     groups: int = 0
     numbered: int = 0
@@ -104,6 +119,13 @@ class FluidJob:
     dropped: int = 0
     steps: int = 0
     tokens: float = 0.0
+    most: float = 0.0
+    discarded: float = 0.0
+
+    @property
+    def useful(self) -> float:
+        """Tokens less those of dropped groups, as where turns are placed."""
+        return self.tokens - self.discarded
 
     @property
     def turns(self) -> int:
@@ -115,8 +137,10 @@ class FluidJob:
         self._start()
         active = len(self.left) * self.work.active
         made = rate(active, supply, self._step) * bin_s
+        self.most += supply.most * bin_s
         if len(self.left):
-            self.left -= made / len(self.left)
+            placed = self._placed(supply)
+            self.left[:placed] -= made / placed
             self.tokens += made
         self._finish()
         if 0 <= self.training_until <= now:
@@ -125,6 +149,12 @@ class FluidJob:
             self.steps += 1
         if self.training_until < 0:
             self._train(now)
+
+    def _placed(self, supply: EngineSupply) -> int:
+        """How many trajectories progress, from the oldest on."""
+        if not self.work.by_age:
+            return len(self.left)
+        return min(len(self.left), max(1, math.ceil(supply.slots / self.work.active)))
 
     def _step(self, batch: float) -> float:
         return self.work.own.step(round(batch), round(batch * USUAL_CONTEXT))[0]
@@ -143,6 +173,8 @@ class FluidJob:
         alike = self.draw.random(size) < ALIKE
         base = np.repeat(self.draw.choice(self.work.lengths, wanted), job.group)
         lengths = np.where(alike, base, self.draw.choice(self.work.lengths, size))
+        sums = lengths.reshape(wanted, job.group).sum(axis=1)
+        self.written.update(zip(fresh.tolist(), sums.tolist(), strict=True))
         self.left = np.concatenate([self.left, lengths])
         self.group = np.concatenate([self.group, numbers])
         self.born = np.concatenate([self.born, np.full(size, self.version)])
@@ -151,18 +183,21 @@ class FluidJob:
         done = self.left <= 0
         if not done.any():
             return
-        for number, born in zip(self.group[done], self.born[done], strict=True):
-            self.waiting[int(number)] -= 1
-            if self.waiting[int(number)] == 0:
-                del self.waiting[int(number)]
-                self.ready.append(int(born))
+        ended = zip(self.group[done].tolist(), self.born[done].tolist(), strict=True)
+        for number, born in ended:
+            self.waiting[number] -= 1
+            if self.waiting[number] == 0:
+                del self.waiting[number]
+                self.ready.append((born, self.written.pop(number)))
         self.finished += int(done.sum())
         self.left, self.group, self.born = self.left[~done], self.group[~done], self.born[~done]
 
     def _train(self, now: float) -> None:
         job = self.work.job
-        fresh = [born for born in self.ready if self.version - born <= job.staleness]
+        fresh = [one for one in self.ready if self.version - one[0] <= job.staleness]
         lost = len(self.ready) - len(fresh)
+        self.discarded += sum(tokens for _, tokens in self.ready)
+        self.discarded -= sum(tokens for _, tokens in fresh)
         self.dropped += lost * job.group
         self.groups -= lost  # as in ``job``: a dropped group is started anew
         self.ready = fresh
@@ -196,15 +231,19 @@ def rate(active: float, supply: EngineSupply, step: Steps) -> float:
 
 
 class FleetOutcome(msgspec.Struct, frozen=True):
-    """One run over a fleet; tokens are of finished work, per second over all jobs.
+    """One run over a fleet.
 
     Attributes:
+        tokens_per_s: useful ones, over all jobs: sampled, less those of dropped groups.
         violations_alone: expected of all services with nothing lent.
         added_violations: expected of lent replicas: late when lent, and not alone.
         added_inside: those of them in bins in which serving alone keeps its SLO.
         spared_violations: expected of lent replicas: late alone, and not when lent.
         lent_hours: GPU-hours that leases held.
         dedicated_gpus: of all jobs; 0 = an older version did not say.
+        full_share: tokens made, of those that the engines would have made with full batches; less
+            than 1 where they lack trajectories.
+        lent_worth: what a lent engine would have made with a full batch, of a dedicated one.
     """
 
     regime: str
@@ -227,6 +266,25 @@ class FleetOutcome(msgspec.Struct, frozen=True):
     spared_violations: float = 0.0
     lent_hours: float = 0.0
     dedicated_gpus: int = 0
+    full_share: float = 0.0
+    lent_worth: float = 0.0
+
+
+@dataclass(frozen=True)
+class _ByBin:
+    """A curve at the load of each bin."""
+
+    tokens_per_s: Floats
+    open_share: Floats
+    late_alone: Floats
+    late_added: Floats
+    late_spared: Floats
+
+    @classmethod
+    def of(cls, seen: Curve, loads: Floats) -> _ByBin:
+        late = seen.late_alone, seen.late_added, seen.late_spared
+        rows = seen.tokens_per_s, seen.open_share, *late
+        return cls(*(np.interp(loads, seen.loads, row) for row in rows))
 
 
 @dataclass
@@ -234,11 +292,11 @@ class _Lent:
     """One service's replicas: what came by bin, and what the planner has made of them.
 
     Attributes:
-        rates: by bin, requests per second and replica that are to be expected.
-        loads: by replica and bin, those that came.
+        at: what a replica gives by bin, at the load that is to be expected.
+        loads: by replica and bin, requests per second that came.
     """
 
-    rates: Floats
+    at: _ByBin
     loads: Floats
     since: Floats
     job: NDArray[np.int64]
@@ -292,11 +350,11 @@ class FleetRun:
         job = scenario.jobs.job
         lengths = np.array([sum(t.output for t in one) for one in episodes], dtype=float)
         own = costs_of(job, job.device, job.gpus_per_engine, scenario.derate)
-        work = FluidWork(job, own, lengths, active_share(episodes, job))
+        rules = RULES[regime]
+        by_age = rules.waits or rules.oldest_first
+        work = FluidWork(job, own, lengths, active_share(episodes, job), by_age)
         self._tanks = [FluidJob(work, self._draw) for _ in range(scenario.jobs.count)]
-        self._sums = dict.fromkeys(
-            ("requests", "alone", "added", "inside", "spared", "lent", "open", "hours"), 0.0
-        )
+        self._sums = dict.fromkeys(_SUMS, 0.0)
         room = kv_tokens(job.device, job.model, 0.9, job.gpus_per_engine)
         self._own_slots = max(1, min(job.dedicated_cap, room // USUAL_CONTEXT))
         lender = scenario.services[0].service
@@ -325,9 +383,8 @@ class FleetRun:
             means *= self._trend(self._shapes[service.load.shape])
         loads = self._draw.poisson(means, size=(service.replicas, self._bins)) / bin_s
         size = service.replicas
-        return _Lent(
-            means / bin_s, loads, np.full(size, np.inf), np.full(size, -1, dtype=np.int64), kind
-        )
+        at = _ByBin.of(self._curves[kind], means / bin_s)
+        return _Lent(at, loads, np.full(size, np.inf), np.full(size, -1, dtype=np.int64), kind)
 
     def _trend(self, shape: Shape) -> Floats:
         """The shape by bin, mean 1 over its own length."""
@@ -345,14 +402,14 @@ class FleetRun:
             if RULES[self._regime].lends is not LendingMode.NOTHING and index % every == 0:
                 self._plan(now, index)
             given, engines = self._give(index, now)
-            before = sum(tank.tokens for tank in self._tanks)
+            before = sum(tank.useful for tank in self._tanks)
             for number, tank in enumerate(self._tanks):
                 supply = self._supply(float(given[number]), float(engines[number]))
                 tank.advance(supply, now, scenario.bin_s)
                 carried = scenario.jobs.job.dedicated * (self._own_slots // 2)
                 seen = TurnTraffic(tank.turns, dedicated_turns=carried)
                 self._demand[number].look(seen, tank.version, now)
-            made = sum(tank.tokens for tank in self._tanks) - before
+            made = sum(tank.useful for tank in self._tanks) - before
             self._hours[int(now // 3600)] += made / 3600
         return self._outcome()
 
@@ -430,23 +487,25 @@ class FleetRun:
         count = self._scenario.jobs.count
         given, engines = np.zeros(count), np.zeros(count)
         for one in self._services:
-            came, seen = one.loads[:, index] * self._scenario.bin_s, self._curves[one.kind]
-            at = _At.of(seen, one.rates[index])
+            came, at = one.loads[:, index] * self._scenario.bin_s, one.at
             self._sums["requests"] += float(came.sum())
-            self._sums["alone"] += float(came.sum()) * at.late_alone
+            self._sums["alone"] += float(came.sum()) * float(at.late_alone[index])
             lent = float((one.job >= 0).sum())
+            if not lent:
+                continue
             self._sums["lent"] += lent
             gpus = self._scenario.services[one.kind].service.gpus_per_replica
             self._sums["hours"] += lent * gpus * self._scenario.bin_s / 3600
             works = (one.job >= 0) & (now - one.since >= self._scenario.start_s)
             exposed, service = float(came[works].sum()), self._scenario.services[one.kind].service
-            self._sums["added"] += exposed * at.late_added
-            self._sums["spared"] += exposed * at.late_spared
-            if at.late_alone <= 1 - service.percentile / 100:
-                self._sums["inside"] += exposed * at.late_added
-            self._sums["open"] += float(works.sum()) * at.open_share
-            np.add.at(given, one.job[works], at.tokens_per_s)
+            self._sums["added"] += exposed * float(at.late_added[index])
+            self._sums["spared"] += exposed * float(at.late_spared[index])
+            if at.late_alone[index] <= 1 - service.percentile / 100:
+                self._sums["inside"] += exposed * float(at.late_added[index])
+            self._sums["open"] += float(works.sum()) * float(at.open_share[index])
+            np.add.at(given, one.job[works], at.tokens_per_s[index])
             np.add.at(engines, one.job[works], 1.0)
+        self._sums["given"] += float(given.sum())
         return given, engines
 
     def _supply(self, borrowed: float, engines: float) -> EngineSupply:
@@ -472,7 +531,7 @@ class FleetRun:
             seed=self._seed,
             gpus=gpus + dedicated,
             seconds=scenario.seconds,
-            tokens_per_s=sum(tank.tokens for tank in tanks) / scenario.seconds,
+            tokens_per_s=sum(tank.useful for tank in tanks) / scenario.seconds,
             finished=sum(tank.finished for tank in tanks),
             accepted=sum(tank.accepted for tank in tanks),
             dropped=sum(tank.dropped for tank in tanks),
@@ -488,24 +547,9 @@ class FleetRun:
             spared_violations=sums["spared"],
             lent_hours=sums["hours"],
             dedicated_gpus=dedicated,
+            full_share=sum(tank.tokens for tank in tanks) / sum(tank.most for tank in tanks),
+            lent_worth=sums["given"] / max(1e-9, sums["lent"]) / self._dedicated,
         )
-
-
-@dataclass(frozen=True)
-class _At:
-    """A curve at one load."""
-
-    tokens_per_s: float
-    open_share: float
-    late_alone: float
-    late_added: float
-    late_spared: float
-
-    @classmethod
-    def of(cls, seen: Curve, load: float) -> _At:
-        late = seen.late_alone, seen.late_added, seen.late_spared
-        rows = seen.tokens_per_s, seen.open_share, *late
-        return cls(*(float(np.interp(load, seen.loads, row)) for row in rows))
 
 
 def _report(pool: str, number: int, used: int) -> Replica:

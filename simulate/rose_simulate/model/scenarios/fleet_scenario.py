@@ -57,7 +57,7 @@ class FleetScenario(Strict):
         start_s: from a loan to an engine with attested weights.
         derate: share of the kernels' speed that engines reach from 32 sequences on.
         seeds: of requests and episodes.
-        regimes: who decides; no turn is placed, so only gates and lending differ.
+        regimes: who decides; no turn is placed, so gates, lending and ages in the queue differ.
         episodes: CSV of rollout episodes, relative to the scenario's folder.
         services: what serves, by kind.
         jobs: what borrows.
