@@ -29,12 +29,13 @@ class Memory:
 
     def __init__(self) -> None:
         self.held: dict[str, bytes] = {}
+        self.lost = False
 
     def register_buffer(self, at: int, size: int) -> int:
         return 0 if at and size else -1
 
     def batch_is_exist(self, names: list[str]) -> list[int]:
-        return [int(name in self.held) for name in names]
+        return [-900 if self.lost else int(name in self.held) for name in names]
 
     def batch_get_into(self, names: list[str], at: list[int], sizes: list[int]) -> list[int]:
         found = []
@@ -42,13 +43,13 @@ class Memory:
             held = self.held.get(name, b"")
             if held and len(held) <= size:
                 ctypes.memmove(place, held, len(held))
-            found.append(len(held) or -704)
+            found.append(-900 if self.lost else len(held) or -704)
         return found
 
     def batch_put_from(self, names: list[str], at: list[int], sizes: list[int]) -> list[int]:
         for name, place, size in zip(names, at, sizes, strict=True):
             self.held.setdefault(name, ctypes.string_at(place, size))
-        return [0] * len(names)
+        return [-900 if self.lost else 0] * len(names)
 
     def remove(self, name: str) -> int:
         return 0 if self.held.pop(name, b"") else -704
@@ -117,6 +118,18 @@ def test_another_leases_pages_are_not_found_and_what_was_changed_does_not_come(
     assert first not in memory.held
     memory.held[second] = memory.held[second][:-1]
     assert there.pull(["b"]) == 0
+
+
+def test_a_client_of_a_lost_store_gives_up_so_that_another_joins_what_comes_back(
+    tmp_path: Path,
+) -> None:
+    memory = Memory()
+    (one, _) = mover(memory, tmp_path / "one")
+    folder(tmp_path / "one").put("a", memoryview(PAGE))
+    memory.lost = True
+    for move in (one.count, one.pull, one.push):
+        with pytest.raises(OSError, match="does not answer"):
+            move(["a"])
 
 
 STUB = """
@@ -236,6 +249,8 @@ def test_a_process_that_ends_costs_no_more_than_its_pages(tmp_path: Path) -> Non
         assert one.pool.count(names(64)) == 0
         assert one.pool.pull(names(64), room(64)) == 0
         assert one.lines == []
+        one.pool._rests_until = 0.0  # it has rested
+        one.ready()  # another one answers
 
 
 def test_a_program_that_cannot_be_run_costs_nothing(tmp_path: Path) -> None:

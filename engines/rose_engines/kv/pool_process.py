@@ -45,6 +45,7 @@ AT_ONCE = 8
 """Pages of one order: what moves after the permit has closed, and the memory for it."""
 
 _NICE = 10
+_LOST = -900  # Mooncake's RPC_FAIL; what is not there is -704, what finds no room -200
 # Of Mooncake's own memory, which is not used: pages go into and out of what is registered.
 _LOCAL_BYTES = 1 << 20
 _THREADS = {
@@ -134,14 +135,24 @@ class Mover:
             raise OSError("Mooncake does not take memory for pages")
 
     def count(self, pages: Sequence[str]) -> int:
-        """How many of the first are in the pool; what is there may still prove to be damaged."""
+        """How many of the first are in the pool; what is there may still prove to be damaged.
+
+        Raises:
+            OSError: the store is lost, and so is this client of it.
+        """
         found = self._store.batch_is_exist([self._seal.name(one) for one in pages])
+        _check(found)
         return next((place for place, seen in enumerate(found) if seen != 1), len(pages))
 
     def pull(self, pages: Sequence[str]) -> int:
-        """Bring pages, up to the first that is not there or not what it should be."""
+        """Bring pages, up to the first that is not there or not what it should be.
+
+        Raises:
+            OSError: as ``count``.
+        """
         names = [self._seal.name(one) for one in pages]
         got = self._store.batch_get_into(names, self._at[: len(names)], [self._size] * len(names))
+        _check(got)
         for place, page in enumerate(pages):
             if got[place] != self._size:
                 return place
@@ -154,7 +165,11 @@ class Mover:
         return len(pages)
 
     def push(self, pages: Sequence[str]) -> int:
-        """Write pages of the folder, up to the first that is not there any more."""
+        """Write pages of the folder, up to the first that is not there any more.
+
+        Raises:
+            OSError: as ``count``.
+        """
         names: list[str] = []
         for place, page in enumerate(pages):
             if not self._folder.get(page, self._plain):
@@ -164,7 +179,13 @@ class Mover:
         if not names:
             return 0
         put = self._store.batch_put_from(names, self._at[: len(names)], [self._size] * len(names))
+        _check(put)
         return next((place for place, code in enumerate(put) if code), len(put))
+
+
+def _check(codes: Sequence[int]) -> None:
+    if _LOST in codes:
+        raise OSError("Mooncake does not answer")
 
 
 def pieces(memory: memoryview, size: int) -> list[memoryview]:
@@ -230,7 +251,11 @@ def main() -> int:
         log.error("rose: no pool of keys: %s", error)  # noqa: TRY400  # a line says it
         return 1
     print(json.dumps({"ready": True}), file=replies, flush=True)
-    _serve(mover, replies)
+    try:
+        _serve(mover, replies)
+    except OSError as error:
+        log.error("rose: the pool of keys is lost: %s", error)  # noqa: TRY400  # a line says it
+        return 1
     return 0
 
 
