@@ -30,6 +30,7 @@ from typing import IO, Any, cast
 from bench.record import Figure, record
 from rose_dev.mooncake_environment import Pool, install, serving
 from rose_engines.kv.pages import PageFolder
+from rose_engines.kv.pool import WRITTEN_AT_ONCE
 from rose_engines.kv.pool_process import AT_ONCE, PoolSetup, checksum
 from rose_engines.kv.seal import SEAL_BYTES, Seal
 from rose_wire import flags
@@ -81,8 +82,9 @@ class Mover:
         Raises:
             RuntimeError: some were not moved.
         """
-        for place in range(0, len(pages), AT_ONCE):
-            some = list(pages[place : place + AT_ONCE])
+        most = WRITTEN_AT_ONCE if what == "push" else AT_ONCE
+        for place in range(0, len(pages), most):
+            some = list(pages[place : place + most])
             self._send(json.dumps({"do": what, "pages": some}))
             if self._reply()["done"] != len(some):
                 raise RuntimeError(f"{what}: not all of {len(some)} pages were moved")

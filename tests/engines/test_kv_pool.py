@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from rose_core.rollouts.engines.kv_store import KvPoolSpec, pool_secret
+from rose_core.rollouts.engines.kv_store import (
+    PAGE_TOKENS,
+    SETUP_SECONDS,
+    KvPoolSpec,
+    pool_secret,
+)
 from rose_dev.waiting import wait_until
 from rose_engines.kv.pages import PageFolder
-from rose_engines.kv.pool import KvPool
+from rose_engines.kv.pool import GRACE_SECONDS, REST_SECONDS, WAITING, KvPool, PoolTurn
 from rose_engines.kv.pool_process import AT_ONCE, Mover, PoolSetup, checksum
 from rose_engines.kv.seal import SEAL_BYTES, Seal
+from rose_engines.sglang.kv_store import PrefillRate
 
 PAGE = bytes(range(256)) * 4
 ONE, OTHER = pool_secret("token of a lease"), pool_secret("token of another")
@@ -141,9 +150,11 @@ for line in sys.stdin:
     order = json.loads(line)
     with open(sys.argv[1], "a") as log:
         print(order["do"], *order["pages"], file=log)
-    time.sleep(float(sys.argv[2]))
+    waits = json.loads(sys.argv[2])
+    time.sleep(waits.get(order["do"], 0))
     print(json.dumps({"done": min(len(order["pages"]), int(sys.argv[3]))}), flush=True)
 """
+FOR_EVER = 3600.0
 
 
 class Asked:
@@ -151,29 +162,50 @@ class Asked:
 
     def __init__(self, pool: KvPool, log: Path) -> None:
         self.pool, self._log = pool, log
+        wait_until(self._joined, "it has joined", seconds=30)
+
+    def _joined(self) -> bool:
+        with self.pool._lock:
+            return self.pool._look()
 
     @property
     def lines(self) -> list[str]:
         return self._log.read_text().splitlines() if self._log.exists() else []
 
-    def ready(self) -> None:
-        wait_until(lambda: self.pool.count(["x"] * 64) > 0, "it answers", seconds=30)
-        self._log.unlink()
+    @property
+    def written(self) -> int:
+        return sum(len(line.split()) - 1 for line in self.lines if line.startswith("push"))
+
+    def process(self) -> int:
+        assert self.pool._process is not None
+        return self.pool._process.pid
+
+    def turn(self, pages: int = 64, *, ago: float = 0.0) -> PoolTurn:
+        return self.pool.begin(pages, time.monotonic() - ago)
+
+    def count(self, pages: int = 64) -> int:
+        return self.pool.count(self.turn(pages), names(pages))
+
+    def pull(self, pages: int = 64, turn: PoolTurn | None = None) -> int:
+        return self.pool.pull(turn or self.turn(pages), names(pages), room(pages))
 
 
 @contextmanager
 def asked(
     tmp_path: Path,
     *,
-    wait: float = 0.0,
+    waits: dict[str, float] | None = None,
     done: int = 99,
     seconds_per_token: float = SLOW,
     may_move: Callable[[], bool] = lambda: True,
+    leaving: Callable[[], bool] = lambda: False,
 ) -> Iterator[Asked]:
     log = tmp_path / "asked"
-    command = [sys.executable, "-c", STUB, str(log), str(wait), str(done)]
+    command = [sys.executable, "-c", STUB, str(log), json.dumps(waits or {}), str(done)]
     setup = PoolSetup("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
-    pool = KvPool(command, setup, LINK, lambda: seconds_per_token, may_move)
+    pool = KvPool(
+        command, setup, LINK, lambda: seconds_per_token, may_move=may_move, leaving=leaving
+    )
     try:
         yield Asked(pool, log)
     finally:
@@ -192,18 +224,34 @@ def test_pages_are_pulled_a_few_at_a_time_up_to_the_first_that_is_not_there(
     tmp_path: Path,
 ) -> None:
     with asked(tmp_path, done=5) as one:
-        one.ready()
-        assert one.pool.pull(names(20), room(20)) == 5
+        assert one.pull(20) == 5
         assert one.lines == ["pull " + " ".join(names(8))]
 
 
 def test_all_pages_are_pulled_where_all_are_there(tmp_path: Path) -> None:
     with asked(tmp_path) as one:
-        one.ready()
         into = room(20)
-        assert one.pool.pull(names(20), into) == 20
+        assert one.pool.pull(one.turn(20), names(20), into) == 20
         assert {bytes(page) for page in into} == {bytes(range(8)) * (len(PAGE) // 8)}
         assert [len(line.split()) - 1 for line in one.lines] == [8, 8, 4]
+
+
+def test_what_is_pulled_is_decided_for_a_whole_turn_however_many_pages_are_asked_for_at_once(
+    tmp_path: Path,
+) -> None:
+    """256 tokens are no gain here, and 2,048 of the same turn are."""
+    a_token = 1.2 * SETUP_SECONDS / (8 * 16 * PAGE_TOKENS)
+    with asked(tmp_path, seconds_per_token=a_token) as one:
+        alone = one.turn(16)
+        assert one.pool.count(alone, names(16)) == 0
+        assert not one.pool.pulls(alone)
+        turn = one.pool.begin(8 * 16, time.monotonic() + 60)  # on a machine of any speed
+        assert [one.pool.count(turn, names(16)) for _ in range(8)] == [16] * 8
+        assert one.pool.pulls(turn)
+        assert turn.until - turn.asked == pytest.approx(1.2 * SETUP_SECONDS)
+        few = one.pool.begin(8 * 16, time.monotonic() + 60)
+        assert one.pool.count(few, names(16)) == 16
+        assert not one.pool.pulls(few)  # the pool has no more of it
 
 
 @pytest.mark.parametrize("seconds_per_token", [0.0, 1e-9])
@@ -211,66 +259,127 @@ def test_nothing_is_asked_where_prefilling_is_as_quick_or_its_pace_is_not_known(
     tmp_path: Path, seconds_per_token: float
 ) -> None:
     with asked(tmp_path, seconds_per_token=seconds_per_token) as one:
-        assert one.pool.count(names(64)) == 0
-        assert one.pool.pull(names(64), room(64)) == 0
-        assert one.lines == []
+        assert (one.count(), one.pull(), one.lines) == (0, 0, [])
+
+
+def test_a_turn_that_has_waited_behind_others_waits_no_longer_for_its_own(tmp_path: Path) -> None:
+    with asked(tmp_path) as one:
+        late = one.turn(64, ago=64 * PAGE_TOKENS * SLOW + 1)
+        assert one.pool.count(late, names(64)) == 0
+        assert (one.pull(64, late), one.lines) == (0, [])
+        assert one.pull(64, one.turn(64, ago=1.0)) == 64
 
 
 def test_nothing_is_asked_under_a_closed_permit(tmp_path: Path) -> None:
     permit = threading.Event()
-    permit.set()
     with asked(tmp_path, may_move=permit.is_set) as one:
-        one.ready()
-        permit.clear()
-        assert one.pool.count(names(64)) == 0
-        assert one.pool.pull(names(64), room(64)) == 0
         one.pool.push("p0")
-        assert one.lines == []
+        assert (one.count(), one.pull(), one.lines) == (0, 0, [])
 
 
-def test_a_late_answer_is_not_waited_for_and_the_pool_is_then_left_alone(tmp_path: Path) -> None:
-    with asked(tmp_path) as ready:
-        ready.ready()
-    with asked(tmp_path, wait=3600.0) as one:
-        wait_until(one.pool._look, "it has started", seconds=30)
-        assert one.pool.count(names(64)) == 0  # returns, after what a prefill would take
-        assert one.lines == ["count " + " ".join(names(64))]
-        assert one.pool.pull(names(64), room(64)) == 0  # at once
-        assert len(one.lines) == 1
+def test_a_slow_process_is_left_at_the_end_of_patience_and_goes_on_living(tmp_path: Path) -> None:
+    with asked(tmp_path, waits={"pull": 0.5}, seconds_per_token=1.2 / 64 / PAGE_TOKENS) as one:
+        before = one.process()
+        assert 0 < one.pull(64) < 64
+        wait_until(lambda: one.pull(8, one.turn(64)) == 8, "it is asked again", seconds=30)
+        assert one.process() == before
 
 
-def test_a_process_that_ends_costs_no_more_than_its_pages(tmp_path: Path) -> None:
+def test_a_process_that_owes_an_answer_for_long_is_ended_and_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with asked(tmp_path, waits={"count": FOR_EVER}) as one:
+        turn = one.pool.begin(64, time.monotonic() - 64 * PAGE_TOKENS * SLOW + 0.2)
+        assert one.pool.count(turn, names(64)) == 0
+        assert one.process()
+        one.pool._owes = time.monotonic() - GRACE_SECONDS - 1
+        assert one.pull() == 0
+        assert one.pool._process is None
+        assert "left alone for 10 s: no answer for 2 s" in caplog.text
+        assert (one.count(), len(one.lines)) == (0, 1)
+
+
+def test_whoever_waits_gives_up_at_once_when_the_store_is_to_give_way(tmp_path: Path) -> None:
+    leaving = threading.Event()
+    with asked(tmp_path, waits={"pull": FOR_EVER}, leaving=leaving.is_set) as one:
+        pulled: list[int] = []
+        waiting = [threading.Thread(target=lambda: pulled.append(one.pull(4096))) for _ in range(2)]
+        for thread in waiting:
+            thread.start()
+        wait_until(lambda: bool(one.lines), "one has asked", seconds=30)
+        leaving.set()
+        for thread in waiting:
+            thread.join(10)  # SGLang's engine thread gives each as long
+        assert pulled == [0, 0]
+
+
+def test_a_process_that_ends_costs_no_more_than_its_pages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with asked(tmp_path) as one:
-        one.ready()
-        process = one.pool._process
-        assert process is not None
-        process.kill()
-        process.wait()
-        assert one.pool.count(names(64)) == 0
-        assert one.pool.pull(names(64), room(64)) == 0
-        assert one.lines == []
-        one.pool._rests_until = 0.0  # it has rested
-        one.ready()  # another one answers
+        for rest in (10, 20):  # twice as long, since none has answered meanwhile
+            process = one.pool._process
+            assert process is not None
+            process.kill()
+            process.wait()
+            assert (one.count(), one.pull(), one.lines) == (0, 0, [])
+            assert f"left alone for {rest} s: its process has ended" in caplog.text
+            one.pool._rests_until = 0.0  # it has rested
+            wait_until(one._joined, "another has joined", seconds=30)
+        assert one.count() == 64
+        assert one.pool._rest_seconds == REST_SECONDS
 
 
 def test_a_program_that_cannot_be_run_costs_nothing(tmp_path: Path) -> None:
     setup = PoolSetup("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
-    pool = KvPool(["/nowhere/python"], setup, LINK, lambda: SLOW, lambda: True)
-    assert pool.count(names(64)) == 0
-    assert pool.pull(names(64), room(64)) == 0
+    pool = KvPool(["/nowhere/python"], setup, LINK, lambda: SLOW, may_move=lambda: True)
+    assert pool.count(pool.begin(64, time.monotonic()), names(64)) == 0
+    pool.close()
 
 
-def test_new_pages_are_written_beside_everything_else_and_not_more_than_can_wait(
-    tmp_path: Path,
-) -> None:
+def test_new_pages_are_written_a_few_at_a_time_while_no_turn_asks(tmp_path: Path) -> None:
     with asked(tmp_path) as one:
-        one.ready()
-        for name in names(20):
-            one.pool.push(name)
+        with one.pool._turn_asks():
+            for name in names(20):
+                one.pool.push(name)
+            assert one.pull(16) == 16
+            assert one.written == 0
+        wait_until(lambda: one.written == 20, "they are written", seconds=30)
+        assert max(len(line.split()) - 1 for line in one.lines if line.startswith("push")) == 2
+        with one.pool._turn_asks():
+            for name in names(5000):
+                one.pool.push(name)
+            assert one.pool._waiting.qsize() == WAITING
+
+
+def test_a_pool_that_is_closed_leaves_nothing(tmp_path: Path) -> None:
+    with asked(tmp_path) as one:
+        shared = one.pool._setup.shared
+        one.pool.close()
+        assert (one.count(), one.pull()) == (0, 0)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(shared)
         wait_until(
-            lambda: sum(len(line.split()) - 1 for line in one.lines) == 20, "written", seconds=30
+            lambda: "rose-kv-pool" not in {one.name for one in threading.enumerate()},
+            "its thread has ended",
+            seconds=30,
         )
-        assert {line.split()[0] for line in one.lines} == {"push"}
-    for name in names(5000):  # nobody takes them any more
-        one.pool.push(name)
-    assert one.pool._waiting.qsize() <= 512
+
+
+def test_a_prefill_is_what_iterations_that_fill_half_a_chunk_take() -> None:
+    rate = PrefillRate()
+    assert rate.seconds_per_token == 0
+    for tokens in (20, 255):  # an iteration's own time is most of it
+        rate.begin(0.0)
+        rate.end(0.015, tokens, 512)
+    assert rate.seconds_per_token == 0
+    rate.begin(1.0)
+    rate.end(1.5, 500, 512)
+    assert rate.seconds_per_token == pytest.approx(0.001)
+    rate.begin(2.0)
+    rate.end(902.0, 500, 512)  # it was frozen for a quarter of an hour
+    assert rate.seconds_per_token < 0.004
+    for at in range(100):
+        rate.begin(float(at))
+        rate.end(at + 1.0, 500, 512)
+    assert rate.seconds_per_token == pytest.approx(0.002, rel=0.01)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, KvPoolSpec, pool_secret, whole_pages
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
@@ -21,15 +22,18 @@ from tests.engines.test_real_kv_store import (
     FIRST,
     OTHER,
     SECOND,
-    SPEC,
     TINY,
     ask,
     cut,
     prompt,
 )
+from tests.engines.test_real_kv_store import (
+    SPEC as NODE_SPEC,
+)
 
 pytestmark = pytest.mark.engine
 
+SPEC = replace(NODE_SPEC, context_tokens=4096)  # SGLang asks for its pages in two batches
 _STILL = 100  # looks in a row that find as many pages
 SECRET = pool_secret("token of the lease")
 
@@ -56,8 +60,8 @@ def node(folder: Path, pool: Pool, name: str, secret: str = SECRET) -> Iterator[
 async def learn_to_be_slow(engine: RealEngine, seed: int) -> None:
     """Let the engine see that its prefills take long, so that pulls are worth their time."""
     async with TurnClient(engine.url) as client:
-        await client.slow_down(0.5)
-        await ask(engine, prompt(40, seed), 1, key=f"slow {seed}")
+        await client.slow_down(2.0)
+        await ask(engine, prompt(300, seed), 1, key=f"slow {seed}")
         await client.slow_down(None)
 
 
@@ -76,7 +80,7 @@ async def written(pool: Pool, least: int) -> int:
 async def test_a_cut_turn_goes_on_at_another_node_with_the_keys_of_the_first(
     tmp_path: Path, pool: Pool
 ) -> None:
-    ids, other = prompt(1501, 3), prompt(700, 91)
+    ids, other = prompt(3001, 3), prompt(700, 91)
     with node(tmp_path, pool, "first") as first, node(tmp_path, pool, "second") as second:
         undisturbed, _ = await ask(first, ids, 80, key="undisturbed")
         had = await cut(first, ids, 20)
@@ -121,11 +125,13 @@ async def test_keys_of_other_weights_or_of_another_lease_are_not_found_in_the_po
         made, _ = await ask(first, fresh, 8)
         whole, _ = await ask(first, last, 8)
         await written(pool, count + (len(fresh) + len(last)) // PAGE_TOKENS)
+        await learn_to_be_slow(second, 3)  # what it has prefilled since was quick
         same, found = await ask(second, fresh, 8)
         assert found == whole_pages(len(fresh))
         assert same.output_ids == made.output_ids
 
         # The memory's node stands still in the middle: pages are there, and do not come.
+        await learn_to_be_slow(second, 4)
         pool.stand_still(still=True)
         again, found = await ask(second, last, 8)
         assert (found, again.output_ids) == (0, whole.output_ids)

@@ -233,7 +233,9 @@ def test_the_pool_is_the_platforms_and_the_secret_the_leases(rundir: Path) -> No
     ("words", "says"),
     [
         (["--kv-pool", "m:50051"], "--kv-pool needs --kv-store"),
-        ([*POOL[:-1], "nowhere"], "--kv-pool: "),
+        ([*POOL[:-1], "nowhere"], "is no HOST:PORT"),
+        ([*POOL[:-1], "[::1]:50051"], "IPv4"),
+        ([*POOL[:-1], "tls://m:50051"], "without a scheme"),
         ([*POOL, "--kv-pool-python", "/nowhere/python"], "cannot be run"),
     ],
 )

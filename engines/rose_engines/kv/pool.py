@@ -6,13 +6,15 @@ up:
 
 | what | bound |
 |---|---|
-| a turn that waits for its pages | ``kv_store.patience``: what their prefill would take |
-| an answer that is late, a process that died | it is ended; none is asked for ``REST_SECONDS`` |
+| a turn that waits for its pages | ``kv_store.patience`` of all of them, from when it asked |
+| turns that wait behind each other | the same: what is over before it begins is not begun |
+| a store that is to give way (``leaving``) | within ``_SLICE_SECONDS`` |
+| an answer that is late | nobody waits; after ``GRACE_SECONDS`` the process is ended |
+| a process that has ended | no other for ``REST_SECONDS``, and twice as long each time |
 | a closed permit | no order is given; one that is under way ends, ``AT_ONCE`` pages |
-| pages to be written | ``WAITING`` at most; what comes then is not written |
+| pages to be written | ``WAITING`` at most; they are written while no turn asks |
 
-Time in which the engine itself was frozen is not counted: its process was, too. Next step:
-``sglang.kv_backend`` asks.
+Next step: ``sglang.kv_backend`` asks.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ import select
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import IO, Any, cast
 
 from rose_core.rollouts.engines.kv_store import KvPoolSpec, patience
@@ -37,17 +41,24 @@ log = logging.getLogger(__name__)
 
 POOL_VARIABLE = "ROSE_KV_POOL"
 
-REST_SECONDS = 10.0
+REST_SECONDS, LONGEST_REST_SECONDS = 10.0, 320.0
 """After a failure, in which all is computed."""
 
 START_SECONDS = 30.0
 """Until the process has joined the pool; nobody waits for it."""
 
+GRACE_SECONDS = 2.0
+"""After which a process that owes an answer is ended."""
+
 WAITING = 512
 """Pages that wait to be written: 1 GiB of an 8B's."""
 
+WRITTEN_AT_ONCE = 2
+"""Pages of an order to write: a turn may have to wait for one."""
+
 _PUSH_SECONDS = 5.0  # nobody waits for it but the next page
 _SLICE_SECONDS = 0.02
+_END_SECONDS = 5.0
 
 
 def to_text(spec: KvPoolSpec) -> str:
@@ -55,14 +66,32 @@ def to_text(spec: KvPoolSpec) -> str:
     return json.dumps(asdict(spec))
 
 
+@cache
 def from_environment() -> KvPoolSpec | None:
-    """What this engine was told; None = of no pool."""
-    text = os.environ.get(POOL_VARIABLE)
+    """What this engine was told, once: what it starts itself is not told; None = of no pool."""
+    text = os.environ.pop(POOL_VARIABLE, "")
     return KvPoolSpec(**json.loads(text)) if text else None
 
 
-class _Silent(Exception):
-    """The process does not answer."""
+@dataclass
+class PoolTurn:
+    """One turn and the pages that it lacks.
+
+    Attributes:
+        asked: when, ``time.monotonic``.
+        until: it waits no longer.
+        here: of its first pages, those that its node has.
+        found: of those that follow, the pool's.
+    """
+
+    asked: float
+    until: float
+    here: int = 0
+    found: int = 0
+
+
+class _Late(Exception):
+    """There is no answer yet."""
 
 
 class KvPool:
@@ -74,6 +103,7 @@ class KvPool:
         bytes_per_second: of the link.
         seconds_per_token: of the engine's prefill; 0 = it has not prefilled yet.
         may_move: waits until the permit is open; False = nothing is to be moved.
+        leaving: whether whoever waits has to give up at once.
     """
 
     def __init__(
@@ -82,7 +112,9 @@ class KvPool:
         setup: PoolSetup,
         bytes_per_second: float,
         seconds_per_token: Callable[[], float],
+        *,
         may_move: Callable[[], bool],
+        leaving: Callable[[], bool] = lambda: False,
     ) -> None:
         memory = os.memfd_create("rose-kv-pool")
         os.ftruncate(memory, AT_ONCE * setup.page_bytes)
@@ -90,36 +122,56 @@ class KvPool:
         self._command, self._setup = list(command), replace(setup, shared=memory)
         self._rate = bytes_per_second
         self._seconds_per_token, self._may_move = seconds_per_token, may_move
+        self._leaving = leaving
         self._lock = threading.Lock()
+        self._counting = threading.Lock()
+        self._asking = 0  # turns
         self._process: subprocess.Popen[bytes] | None = None
         self._read = b""
-        self._ready = False
-        self._started = 0.0
-        self._rests_until = 0.0
+        self._ready = self._closed = False
+        self._owes: float | None = None  # since when
+        self._started = self._rests_until = self._page_seconds = 0.0
+        self._rest_seconds = REST_SECONDS
         self._waiting: queue.Queue[str] = queue.Queue(WAITING)
         with self._lock:
             self._look()
         threading.Thread(target=self._write, name="rose-kv-pool", daemon=True).start()
 
-    def count(self, pages: Sequence[str]) -> int:
-        """How many of the first pages are worth pulling: they are there, and that is quicker."""
-        waits = self._patience(len(pages))
-        if not waits or not self._may_move():
-            return 0
-        found = self._ask("count", pages, waits)[0]
-        return found if self._patience(found) else 0
+    def begin(self, pages: int, asked: float) -> PoolTurn:
+        """A turn asks.
 
-    def pull(self, pages: Sequence[str], into: Sequence[memoryview]) -> int:
-        """Bring pages, the first ones first, for as long as that is quicker; how many came."""
-        left = self._patience(len(pages))
-        for place in range(0, len(pages), AT_ONCE):
-            some = pages[place : place + AT_ONCE]
-            if left <= 0 or not self._may_move():
-                return place
-            done, took = self._ask("pull", some, left, into[place : place + AT_ONCE])
-            left -= took
-            if done < len(some):  # what follows is of no use without it
-                return place + done
+        Args:
+            pages: that it may lack.
+            asked: when, ``time.monotonic``.
+        """
+        return PoolTurn(asked, asked + self._patience(pages))
+
+    def count(self, turn: PoolTurn, pages: Sequence[str]) -> int:
+        """How many of some more pages are in the pool, up to the first that is not."""
+        if time.monotonic() >= turn.until or not self._may_move():
+            return 0
+        with self._turn_asks():
+            found = self._ask("count", pages, turn.until)
+        turn.found += found
+        return found
+
+    def pulls(self, turn: PoolTurn) -> bool:
+        """Whether what was found is worth pulling, now that all of it is known."""
+        waits = self._patience(turn.found)
+        turn.until = turn.asked + waits
+        return waits > 0 and time.monotonic() < turn.until
+
+    def pull(self, turn: PoolTurn, pages: Sequence[str], into: Sequence[memoryview]) -> int:
+        """Bring some of a turn's pages, the first ones first, while there is time for more."""
+        with self._turn_asks():
+            for place in range(0, len(pages), AT_ONCE):
+                some = pages[place : place + AT_ONCE]
+                takes = self._page_seconds * len(some)
+                if not self._may_move() or time.monotonic() + takes >= turn.until:
+                    return place
+                done = self._ask("pull", some, turn.until, into[place : place + AT_ONCE])
+                if done < len(some):  # what follows is of no use without it
+                    return place + done
         return len(pages)
 
     def push(self, page: str) -> None:
@@ -130,118 +182,153 @@ class KvPool:
             log.debug("rose: %s is not written to the pool, too many wait", page)
 
     def close(self) -> None:
-        """End the process, and start no other."""
+        """End the process and the thread; nothing is found any more."""
         with self._lock:
-            self._rests_until = float("inf")
-            self._end()
+            if not self._closed:
+                self._closed = True
+                self._end()
+                os.close(self._setup.shared)
 
     def _patience(self, pages: int) -> float:
         size = self._setup.page_bytes
         return patience(pages, size, self._seconds_per_token(), self._rate) if pages else 0.0
 
+    @contextmanager
+    def _turn_asks(self) -> Iterator[None]:
+        with self._counting:
+            self._asking += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._asking -= 1
+
     def _write(self) -> None:
-        while True:
-            some = [self._waiting.get()]
-            while len(some) < AT_ONCE and not self._waiting.empty():
-                some.append(self._waiting.get())
+        while not self._closed:
+            try:
+                some = [self._waiting.get(timeout=1.0)]
+            except queue.Empty:
+                continue
+            with suppress(queue.Empty):
+                while len(some) < WRITTEN_AT_ONCE:
+                    some.append(self._waiting.get_nowait())
+            while self._asking and not self._closed:
+                time.sleep(_SLICE_SECONDS)
             if self._may_move():
-                self._ask("push", some, _PUSH_SECONDS)
+                self._ask("push", some, time.monotonic() + _PUSH_SECONDS)
 
     def _ask(
-        self, what: str, pages: Sequence[str], seconds: float, into: Sequence[memoryview] = ()
-    ) -> tuple[int, float]:
-        """Pages for which it was done, and the seconds that it took; 0 where none could be asked.
+        self, what: str, pages: Sequence[str], until: float, into: Sequence[memoryview] = ()
+    ) -> int:
+        """Pages for which it was done; 0 where none could be asked, or the answer is late.
 
         Args:
             what: to do.
             pages: names.
-            seconds: after which the process is given up, waiting for its turn included.
+            until: nobody waits for longer, for its turn included.
             into: where what was pulled is copied, before anybody else asks.
         """
-        began = time.monotonic()
-        if not self._lock.acquire(timeout=seconds):
-            return 0, seconds
+        if not self._take(until):
+            return 0
         try:
             if not self._look() or self._process is None:
-                return 0, 0.0
-            waited = min(time.monotonic() - began, seconds)
+                return 0
+            began = time.monotonic()
             order = json.dumps({"do": what, "pages": list(pages)}) + "\n"
-            try:
-                cast("IO[bytes]", self._process.stdin).write(order.encode())
-                reply, took = self._reply(seconds - waited)
-                done = int(reply["done"])
-                for target, page in zip(into[:done], self._pulled, strict=False):
-                    target[:] = page
-                return done, waited + took
-            except (OSError, _Silent, ValueError, KeyError) as error:
-                self._rest(f"{what} of {len(pages)} pages: {error or 'it is late'}")
-                return 0, seconds
+            cast("IO[bytes]", self._process.stdin).write(order.encode())
+            self._owes = began
+            return self._answer(until, began, into)
+        except _Late:
+            self._owes = time.monotonic()
+            return 0
+        except (OSError, ValueError, KeyError) as error:
+            self._rest(f"{what} of {len(pages)} pages: {error}")
+            return 0
         finally:
             self._lock.release()
+
+    def _answer(self, until: float, began: float, into: Sequence[memoryview]) -> int:
+        done = int(self._reply(until)["done"])
+        self._owes, self._rest_seconds = None, REST_SECONDS
+        for target, page in zip(into[:done], self._pulled, strict=False):
+            target[:] = page
+        if into and done:
+            took = (time.monotonic() - began) / done
+            self._page_seconds = (self._page_seconds + took) / 2 if self._page_seconds else took
+        return done
+
+    def _take(self, until: float) -> bool:
+        """Get the lock, unless that takes too long."""
+        while not self._leaving() and not self._closed:
+            if self._lock.acquire(timeout=_SLICE_SECONDS):
+                return True
+            if time.monotonic() >= until:
+                break
+        return False
 
     def _look(self) -> bool:
         """Whether the process can be asked; where there is none, and none has to rest, start it."""
         now = time.monotonic()
         if self._process is None:
-            if now >= self._rests_until:
+            if now >= self._rests_until and not self._closed:
                 self._start(now)
             return False
-        if self._process.poll() is not None:
-            self._rest(f"it has ended with code {self._process.returncode}")
-        elif not self._ready:
-            try:
-                self._ready = bool(self._reply(0.0)[0]["ready"])
-            except _Silent:
-                if now - self._started > START_SECONDS:
-                    self._rest("it does not join the pool")
-            except (OSError, ValueError, KeyError) as error:
-                self._rest(str(error))
-        return self._ready
+        if self._ready and self._owes is None and self._process.poll() is None:
+            return True
+        try:
+            reply = self._reply(0.0)
+            self._ready = self._ready or bool(reply["ready"])
+            self._owes = None  # what was owed is nobody's any more
+        except _Late:
+            since, most = (
+                (self._owes, GRACE_SECONDS)
+                if self._owes is not None
+                else (self._started, START_SECONDS)
+            )
+            if now - since > most:
+                self._rest(f"no answer for {most:.0f} s")
+            return False
+        except (OSError, ValueError, KeyError) as error:
+            self._rest(str(error))
+        return self._process is not None
 
     def _start(self, now: float) -> None:
-        self._started, self._read, self._ready = now, b"", False
+        self._started, self._read, self._ready, self._owes = now, b"", False, None
         pipe = subprocess.PIPE
         try:
-            own = {name: text for name, text in os.environ.items() if name != POOL_VARIABLE}
             self._process = subprocess.Popen(
-                *(self._command, 0),
-                stdin=pipe,
-                stdout=pipe,
-                env=own,
-                pass_fds=[self._setup.shared],
+                *(self._command, 0), stdin=pipe, stdout=pipe, pass_fds=[self._setup.shared]
             )
             line = self._setup.line() + "\n"
             cast("IO[bytes]", self._process.stdin).write(line.encode())
         except OSError as error:
             self._rest(str(error))
 
-    def _reply(self, seconds: float) -> tuple[dict[str, Any], float]:
-        """The next line, and how long it took; a time in which this process stood still is none.
+    def _reply(self, until: float) -> dict[str, Any]:
+        """The next line.
 
         Raises:
-            _Silent: there is none in time.
+            _Late: there is none in time, or whoever waits has to give up.
             OSError, ValueError: there will be none.
         """
         output = cast("IO[bytes]", cast("subprocess.Popen[bytes]", self._process).stdout)
-        waited = 0.0
         while b"\n" not in self._read:
-            began = time.monotonic()
-            timeout = min(_SLICE_SECONDS, max(seconds - waited, 0.0))
-            readable = select.select([output], [], [], timeout)[0]
-            waited += min(time.monotonic() - began, 2 * _SLICE_SECONDS)
-            if readable:
+            left = min(_SLICE_SECONDS, max(until - time.monotonic(), 0.0))
+            if select.select([output], [], [], left)[0]:
                 got = os.read(output.fileno(), 65536)
                 if not got:
-                    raise OSError("it has ended")
+                    raise OSError("its process has ended")
                 self._read += got
-            elif waited >= seconds:
-                raise _Silent
+            elif self._leaving() or time.monotonic() >= until:
+                raise _Late
         line, _, self._read = self._read.partition(b"\n")
-        return json.loads(line), waited
+        found: dict[str, Any] = json.loads(line)
+        return found
 
     def _rest(self, why: str) -> None:
-        log.warning("rose: the pool of keys is left alone for %.0f s: %s", REST_SECONDS, why)
-        self._rests_until = max(self._rests_until, time.monotonic() + REST_SECONDS)
+        log.warning("rose: the pool of keys is left alone for %.0f s: %s", self._rest_seconds, why)
+        self._rests_until = time.monotonic() + self._rest_seconds
+        self._rest_seconds = min(2 * self._rest_seconds, LONGEST_REST_SECONDS)
         self._end()
 
     def _end(self) -> None:
@@ -252,4 +339,5 @@ class KvPool:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)

@@ -28,12 +28,14 @@ class Seal:
         secret: the lease's (``rose_core.rollouts.engines.kv_store.pool_secret``).
 
     Raises:
-        ValueError: it is empty, so anybody could make it.
+        ValueError: it is empty, so anybody could make it; or the library is too old.
     """
 
     def __init__(self, secret: str) -> None:
         if not secret:
             raise ValueError("pages cannot be sealed without a secret of their lease")
+        if not hasattr(AESGCM, "encrypt_into"):
+            raise ValueError("cryptography is too old: it has no AESGCM.encrypt_into; install 50")
         made = secret.encode()
         self._names = hmac.digest(made, b"names", "sha256")
         self._cipher = AESGCM(hmac.digest(made, b"pages", "sha256"))

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
@@ -25,9 +27,9 @@ from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
-from rose_core.rollouts.engines.kv_store import KvPoolSpec
+from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, KvPoolSpec
 from rose_engines.kv.pages import BYTES_VARIABLE, FOLDER_VARIABLE, PageFolder
-from rose_engines.kv.pool import KvPool, from_environment
+from rose_engines.kv.pool import KvPool, PoolTurn, from_environment
 from rose_engines.kv.pool_process import PoolSetup, checksum
 from rose_engines.sglang.kv_store import prefill, threads
 
@@ -47,6 +49,7 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
         self._folder, self._most = os.environ[FOLDER_VARIABLE], int(os.environ[BYTES_VARIABLE])
         self._pages = PageFolder(Path(self._folder), self._most, checksum)
         self._pool: KvPool | None = None
+        self._current = threading.local()  # the turn that one of SGLang's threads works for
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         """Take over what a page is."""
@@ -72,17 +75,52 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
             ),
             spec.gbps * 1e9 / 8,
             lambda: prefill.seconds_per_token,
-            threads.may_move,
+            may_move=threads.may_move,
+            leaving=threads.is_leaving,
         )
+
+    def ask_for_turn(
+        self,
+        operation: Any,  # noqa: ANN401  # SGLang's
+        ask: Callable[[], tuple[list[str], int]],
+    ) -> tuple[list[str], int]:
+        """Which pages a turn will be given: SGLang asks for 128 at a time, it decides for all.
+
+        Args:
+            operation: SGLang's, of one turn.
+            ask: calls ``batch_exists`` as often as it takes; hashes, and tokens.
+        """
+        if self._pool is None:
+            return ask()
+        pages = len(operation.token_ids) // PAGE_TOKENS
+        turn = self._pool.begin(pages, operation.start_time)
+        operation.rose_turn = self._current.turn = turn
+        hashes, tokens = ask()
+        kept = turn.here + (turn.found if turn.found and self._pool.pulls(turn) else 0)
+        return hashes[:kept], min(tokens, kept * PAGE_TOKENS)
+
+    def move_for_turn(self, operation: Any, move: Callable[[], int]) -> int:  # noqa: ANN401  # SGLang's
+        """Bring a turn's pages.
+
+        Args:
+            operation: as ``ask_for_turn``'s.
+            move: calls ``batch_get`` as often as it takes.
+        """
+        self._current.turn = getattr(operation, "rose_turn", None)
+        return move()
 
     def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
         """Of pages that follow each other, how many can be had: from here first, then the pool."""
         del extra_info
         names = [key + self._suffix for key in keys]
         here = next((at for at, name in enumerate(names) if not self._pages.has(name)), len(keys))
-        if self._pool is None or here == len(names):
+        turn: PoolTurn | None = getattr(self._current, "turn", None)
+        if turn is None or self._pool is None:
             return here
-        return here + self._pool.count(names[here:])
+        if turn.found:  # the pool's are being counted, whoever else has them
+            here = 0
+        turn.here += here
+        return here + (self._pool.count(turn, names[here:]) if here < len(names) else 0)
 
     def close(self) -> None:
         """SGLang does without its store from now on."""
@@ -122,10 +160,12 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
                 break
             found.append(page)
         here, targets = len(found), target_locations or ()
-        if self._pool is not None and here < len(keys):
+        turn: PoolTurn | None = getattr(self._current, "turn", None)
+        if self._pool is not None and turn is not None and here < len(keys):
             names = [key + self._suffix for key in keys[here:]]
             whole = [target.contiguous() for target in targets[here:]]
-            found += whole[: self._pool.pull(names, [_bytes_of(target) for target in whole])]
+            came = self._pool.pull(turn, names, [_bytes_of(target) for target in whole])
+            found += whole[:came]
         return found + [None] * (len(keys) - len(found))
 
     def set(

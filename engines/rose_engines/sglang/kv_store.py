@@ -9,6 +9,7 @@ store; before a prefill it fetches what the store has. Stock, that is wrong and 
 | ``FETCH``, engine thread | asks the store for any key | only for the live weights' |
 | store threads | read and write whenever there is work | page by page, under an open permit |
 | ``STOP``, engine thread | waits 10 s for each store thread | who waits for the permit gives up |
+| ``QUERY``, ``TRANSFER``, store threads | 128 pages at a time | a whole turn has one patience |
 | ``FORWARD`` to ``RESULT`` | | how long prefilling takes: no pull may take longer (``kv.pool``) |
 
 A turn that ran over a commit has a key that is no longer the live weights'
@@ -35,7 +36,9 @@ STOP = "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_thr
 EMPTY = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset"
 FORWARD = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 RESULT = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
-NEEDED = (STORE, FETCH, STOP, EMPTY, FORWARD, RESULT)
+QUERY = "sglang.srt.managers.cache_controller.HiCacheController._storage_hit_query"
+TRANSFER = "sglang.srt.managers.cache_controller.HiCacheController._page_transfer"
+NEEDED = (STORE, FETCH, STOP, EMPTY, QUERY, TRANSFER, FORWARD, RESULT)
 
 _KEPT, _SLOWER = 0.9, 4.0
 
@@ -60,6 +63,10 @@ class StoreThreads:
         """Whoever waits gives up, since the threads are to end."""
         self._leaving.set()
 
+    def is_leaving(self) -> bool:
+        """Whether whoever waits gives up."""
+        return self._leaving.is_set()
+
     def begin(self) -> None:
         """New threads work again."""
         self._leaving.clear()
@@ -77,10 +84,11 @@ threads = StoreThreads()
 
 
 class PrefillRate:
-    """What a token of a prompt takes the engine, as of late; one for a process.
+    """What a token of a long prompt takes the engine, as of late; one for a process.
 
-    Large batches count for more than small ones, which take their time for nothing. An iteration in
-    whose middle the engine was frozen is no slow one: it counts for four times what was expected.
+    Every iteration has a time of its own, however few tokens it has. So those are looked at alone
+    that fill half a chunk, as those of a long prompt do. An iteration in whose middle the engine
+    was frozen is no slow one: it counts for four times what was expected.
     """
 
     def __init__(self) -> None:
@@ -95,8 +103,16 @@ class PrefillRate:
         """An iteration begins."""
         self._began = now
 
-    def end(self, now: float, tokens: int) -> None:
-        """It has ended, and has prefilled so many tokens and done nothing else."""
+    def end(self, now: float, tokens: int, chunk: int) -> None:
+        """It has ended, and has prefilled so many tokens and done nothing else.
+
+        Args:
+            now: ``time.monotonic``.
+            tokens: of all its prompts.
+            chunk: as many as it may have had.
+        """
+        if 2 * tokens < chunk:
+            return
         took, known = now - self._began, self.seconds_per_token
         if known:
             took = min(took, _SLOWER * known * tokens)
@@ -175,20 +191,34 @@ def place_hooks(
     registry.register(EMPTY, after_empty, kinds.AFTER)
     registry.register(FORWARD, lambda *_, **__: prefill.begin(time.monotonic()), kinds.BEFORE)
     registry.register(RESULT, _after_result, kinds.AFTER)
+    registry.register(QUERY, _around_query, kinds.AROUND)
+    registry.register(TRANSFER, _around_transfer, kinds.AROUND)
     if cpu:
         _stand_in()
 
 
 def _after_result(
     _result: object,
-    _scheduler: object,
+    scheduler: Any,  # noqa: ANN401  # SGLang's
     batch: Any,  # noqa: ANN401
     *_: object,
     **__: object,
 ) -> None:
-    mode = batch.forward_mode
-    if mode.is_extend() and not mode.is_mixed() and batch.extend_num_tokens:
-        prefill.end(time.monotonic(), int(batch.extend_num_tokens))
+    mode, tokens = batch.forward_mode, int(batch.extend_num_tokens or 0)
+    if mode.is_extend() and not mode.is_mixed() and tokens:
+        prefill.end(time.monotonic(), tokens, int(scheduler.chunked_prefill_size or tokens))
+
+
+def _around_query(original: Callable[..., Any], controller: Any, operation: Any) -> Any:  # noqa: ANN401  # SGLang's
+    return controller.storage_backend.ask_for_turn(
+        operation, lambda: original(controller, operation)
+    )
+
+
+def _around_transfer(original: Callable[..., Any], controller: Any, operation: Any) -> Any:  # noqa: ANN401  # SGLang's
+    return controller.storage_backend.move_for_turn(
+        operation, lambda: original(controller, operation)
+    )
 
 
 def _stand_in() -> None:

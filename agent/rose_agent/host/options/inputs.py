@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ from rose_agent.host.options.arguments import check_users
 from rose_agent.host.options.dedicated_file import DedicatedFile
 from rose_agent.host.users import kv_folders
 from rose_wire import flags
+
+# Mooncake's clients are known by IPv4 addresses.
+_MASTER = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?:[0-9]{1,5}")
 
 
 def problem(arguments: argparse.Namespace, argv: Sequence[str]) -> str:
@@ -62,10 +66,11 @@ def _check_pool(arguments: argparse.Namespace) -> None:
             "--kv-pool needs --kv-store and --kv-store-mib: pages of other nodes come into the "
             "lease's folder on this one"
         )
-    try:
-        flags.target(arguments.kv_pool)
-    except argparse.ArgumentTypeError as error:
-        raise BadInput(f"--kv-pool: {error}") from error
+    if _MASTER.fullmatch(arguments.kv_pool) is None:
+        raise BadInput(
+            f"--kv-pool {arguments.kv_pool} is no HOST:PORT; name Mooncake's master by a name or "
+            "an IPv4 address, without a scheme"
+        )
     python = arguments.kv_pool_python
     if python and shutil.which(python) is None:
         raise BadInput(
