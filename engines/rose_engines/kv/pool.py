@@ -80,13 +80,11 @@ class PoolTurn:
     Attributes:
         asked: when, ``time.monotonic``.
         until: it waits no longer.
-        here: of its first pages, those that its node has.
-        found: of those that follow, the pool's.
+        found: of its pages, those that are in the pool.
     """
 
     asked: float
     until: float
-    here: int = 0
     found: int = 0
 
 

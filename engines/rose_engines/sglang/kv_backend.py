@@ -79,27 +79,20 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
             leaving=threads.is_leaving,
         )
 
-    def ask_for_turn(
-        self,
-        operation: Any,  # noqa: ANN401  # SGLang's
-        ask: Callable[[], tuple[list[str], int]],
-    ) -> tuple[list[str], int]:
-        """Which pages a turn will be given: SGLang asks for 128 at a time, it decides for all.
+    def ask_for_turn(self, operation: Any, ask: Callable[[], Any]) -> Any:  # noqa: ANN401  # SGLang's
+        """Which pages a turn will be given.
 
         Args:
             operation: SGLang's, of one turn.
-            ask: calls ``batch_exists`` as often as it takes; hashes, and tokens.
+            ask: calls ``batch_exists`` with all of them.
         """
-        if self._pool is None:
-            return ask()
-        pages = len(operation.token_ids) // PAGE_TOKENS
-        turn = self._pool.begin(pages, operation.start_time)
-        operation.rose_turn = self._current.turn = turn
-        hashes, tokens = ask()
-        kept = turn.here + (turn.found if turn.found and self._pool.pulls(turn) else 0)
-        return hashes[:kept], min(tokens, kept * PAGE_TOKENS)
+        if self._pool is not None:
+            pages = len(operation.token_ids) // PAGE_TOKENS
+            turn = self._pool.begin(pages, operation.start_time)
+            operation.rose_turn = self._current.turn = turn
+        return ask()
 
-    def move_for_turn(self, operation: Any, move: Callable[[], int]) -> int:  # noqa: ANN401  # SGLang's
+    def move_for_turn(self, operation: Any, move: Callable[[], Any]) -> Any:  # noqa: ANN401  # SGLang's
         """Bring a turn's pages.
 
         Args:
@@ -115,12 +108,10 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
         names = [key + self._suffix for key in keys]
         here = next((at for at, name in enumerate(names) if not self._pages.has(name)), len(keys))
         turn: PoolTurn | None = getattr(self._current, "turn", None)
-        if turn is None or self._pool is None:
+        if turn is None or self._pool is None or here == len(names):
             return here
-        if turn.found:  # the pool's are being counted, whoever else has them
-            here = 0
-        turn.here += here
-        return here + (self._pool.count(turn, names[here:]) if here < len(names) else 0)
+        found = self._pool.count(turn, names[here:])
+        return here + (found if found and self._pool.pulls(turn) else 0)
 
     def close(self) -> None:
         """SGLang does without its store from now on."""

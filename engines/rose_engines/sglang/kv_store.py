@@ -9,7 +9,7 @@ store; before a prefill it fetches what the store has. Stock, that is wrong and 
 | ``FETCH``, engine thread | asks the store for any key | only for the live weights' |
 | store threads | read and write whenever there is work | page by page, under an open permit |
 | ``STOP``, engine thread | waits 10 s for each store thread | who waits for the permit gives up |
-| ``QUERY``, ``TRANSFER``, store threads | 128 pages at a time | a whole turn has one patience |
+| ``QUERY``, ``TRANSFER``, store threads | 128 pages are moved at a time | a turn has one patience |
 | ``FORWARD`` to ``RESULT`` | | how long prefilling takes: no pull may take longer (``kv.pool``) |
 
 A turn that ran over a commit has a key that is no longer the live weights'
@@ -36,8 +36,8 @@ STOP = "sglang.srt.managers.cache_controller.HiCacheController._stop_storage_thr
 EMPTY = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset"
 FORWARD = "sglang.srt.managers.scheduler.Scheduler.run_batch"
 RESULT = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
-QUERY = "sglang.srt.managers.cache_controller.HiCacheController._storage_hit_query"
-TRANSFER = "sglang.srt.managers.cache_controller.HiCacheController._page_transfer"
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+QUERY, TRANSFER = f"{_CONTROLLER}._storage_hit_query", f"{_CONTROLLER}._page_transfer"
 NEEDED = (STORE, FETCH, STOP, EMPTY, QUERY, TRANSFER, FORWARD, RESULT)
 
 _KEPT, _SLOWER = 0.9, 4.0
