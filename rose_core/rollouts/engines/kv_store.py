@@ -61,8 +61,8 @@ class KvPoolSpec:
     Attributes:
         master: ``host:port`` of Mooncake's master.
         protocol: ``tcp`` or ``rdma``.
-        gbps: at which pages come to one engine, gigabits per second; by default what one process
-            moves over TCP.
+        gbps: at which pages come to one engine, gigabits per second; by default some
+            half of what processors allowed over TCP (docs/decisions/0850).
         python: that has Mooncake; empty = the engine's.
         secret: of the engine's lease.
     """
