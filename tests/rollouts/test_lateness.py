@@ -47,6 +47,17 @@ def test_rewards_that_are_long_beside_a_step_leave_no_more_groups_late_for_good(
     assert fewest_late([[10.0, 0.3, -40.0]] * 16, step_s, 2) == (1 if step_s > 30 else 2)
 
 
+def test_more_than_half_are_late_only_where_half_was_seen_to_be_too_few() -> None:
+    quiet = [10.0, 9.0, -30.0, -60.0]
+    assert fewest_late([quiet] * 8, STEP_S, 2, 3) == 2, "nothing speaks against half"
+    crowded = [10.0, 9.0, 8.0, -60.0]
+    assert fewest_late([quiet, crowded], STEP_S, 2, 3) == 3, "4 s of a round, and 2 may be"
+    assert fewest_late([crowded, *[quiet] * 7], STEP_S, 2, 3) == 2, "one round in eight waits 8 s"
+    wide = [10.0, 9.0, 8.0, 7.0, -60.0, -70.0, -80.0, -90.0]
+    assert fewest_late([wide], STEP_S, 3, 7) == 4, "the fewest that would have been enough"
+    assert fewest_late([[10.0, 9.0, 8.0, 7.0]] * 9, STEP_S, 2, 3) == 3, "never all of a batch"
+
+
 def test_no_more_are_late_than_may_be() -> None:
     assert fewest_late([[60.0, 59.0, 58.0, 57.0]], STEP_S, 2) == 2
     assert fewest_late([[60.0, 59.0]], STEP_S, 0) == 0
@@ -64,7 +75,7 @@ class Batches:
 
 def test_a_late_groups_reward_is_learned_in_the_round_after() -> None:
     clock = Batches()
-    seen = Lateness(2, clock)
+    seen = Lateness(2, 2, clock)
     assert seen.open() == 0
     clock.now_s = 100.0
     seen.sampled("a")
@@ -95,7 +106,7 @@ def test_a_late_groups_reward_is_learned_in_the_round_after() -> None:
 
 def test_a_group_that_is_given_up_holds_no_learning_up() -> None:
     clock = Batches()
-    seen = Lateness(2, clock)
+    seen = Lateness(2, 2, clock)
     seen.open()
     for number in range(9):
         opened_s, first, last = clock.now_s, f"a{number}", f"b{number}"
@@ -179,7 +190,7 @@ def test_every_batch_is_whole_and_each_prompt_in_one_while_the_number_changes(
         assert closing is not None
         assert len(closing.batch) == batch
         assert set(carried) <= set(closing.batch), "one version late, never two"
-        assert len(closing.carried) <= batch // 2
+        assert len(closing.carried) <= min(batch - 1, len(carried) + batch // 2)
         carried = closing.carried
         trained += closing.batch
         for name in (*closing.batch, *(one.prompt for one in closing.deferred)):

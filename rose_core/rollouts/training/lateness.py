@@ -10,13 +10,15 @@ fewest late groups are chosen that keep both aims:
 | and at most ``SHOWN`` | what it would wait with no group late |
 
 Nobody is late while the first holds without: there is nothing to win by older groups. None is late
-before one round was seen whole, and where no number up to the bound does, as many as that.
+before one round was seen whole. Where no number below half of the batch does, half are late. More
+are where half was seen not to be enough: the fewest that would have been, and never all of a batch.
 
 By the second aim a number is judged as if one round more had waited with it in full (the rule of
 succession). The fewest that were enough in a few rounds are too few: rare rounds, in which several
 groups end at once, make most of the wait, and the number is chosen because it was lucky so far. So
-nine rounds have to be seen before fewer than the bound can be enough. The first aim takes no such
-round: rewards that are long beside a step would fail it by that round alone, whatever was seen.
+nine rounds have to be seen before fewer than half can be enough. The first aim takes no such round:
+rewards that are long beside a step would fail it by that round alone, whatever was seen. Nor do
+more than half: they need what was seen against half, and not only that nothing speaks for it.
 
 What a round would have waited with so many late is known once all its groups have their rewards:
 the next later one, counted from the last. That the number changes which groups a round samples is
@@ -38,30 +40,34 @@ _ROUNDS: Final = 16
 """Three of these are long ones or so, and a change of the task is followed within as many steps."""
 
 
-def fewest_late(waits: Sequence[Sequence[float]], step_s: float, most: int) -> int:
+def fewest_late(
+    waits: Sequence[Sequence[float]], step_s: float, half: int, most: int | None = None
+) -> int:
     """The fewest groups of a round that keep both aims when they are late.
 
     Args:
         waits: of rounds that were seen: how long after the round's last token each of its groups
             had its rewards, in seconds; negative = before.
         step_s: usual length of a step.
-        most: no more than so many.
+        half: fewer have to prove themselves, and more are taken only where so many were too few.
+        most: no more than so many; None = ``half``.
     """
     if not waits:
         return 0
     whole_s = _waited(waits, 0)
     if whole_s <= ADDED * step_s:
         return 0
+    most = half if most is None else most
     seen = len(waits)
-    # The product of numbers of rounds first: a tenth of ten is one, whatever the seconds.
-    judged_s = SHOWN * (seen + 1) * whole_s
-    enough = (
-        late
-        for late in range(most)
-        if (waited_s := _waited(waits, late)) <= ADDED * step_s
-        and seen * waited_s + whole_s <= judged_s
-    )
-    return next(enough, most)
+
+    def keeps(late: int) -> bool:
+        waited_s = _waited(waits, late)
+        one_more = late < half
+        # The product of numbers of rounds first: a tenth of ten is one, whatever the seconds.
+        judged_s = SHOWN * (seen + one_more) * whole_s
+        return waited_s <= ADDED * step_s and seen * waited_s + one_more * whole_s <= judged_s
+
+    return next(filter(keeps, range(most)), most)
 
 
 def _waited(waits: Sequence[Sequence[float]], late: int) -> float:
@@ -84,10 +90,12 @@ class Lateness:
     """What was seen of a job's rounds.
 
     Attributes:
+        half: groups that may be late without a round that says that fewer are too few.
         most: groups that may be late.
         clock: seconds at which what is told has happened.
     """
 
+    half: int
     most: int
     clock: Callable[[], float]
     _token_s: dict[str, float] = field(default_factory=dict)
@@ -105,7 +113,7 @@ class Lateness:
         self._opened_s = at_s
         if not self._steps_s:
             return 0
-        return fewest_late(self._waits, statistics.fmean(self._steps_s), self.most)
+        return fewest_late(self._waits, statistics.fmean(self._steps_s), self.half, self.most)
 
     def sampled(self, prompt: str) -> None:
         """A group has its last token."""

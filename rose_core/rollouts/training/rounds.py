@@ -79,7 +79,8 @@ class RoundShape:
         member_surplus: trajectories that it starts beyond ``members`` for each prompt, likewise.
             RollPacker's eta is 1 + surplus for both.
         late: groups whose rewards a round need not wait for; they are in the next round's batch.
-            "learned" = the fewest that hide the rewards, at most half of the batch (``lateness``).
+            "learned" = the fewest that hide the rewards: at most half of the batch, and more only
+            where half was seen not to be enough (``lateness``).
     """
 
     batch: int
@@ -107,12 +108,17 @@ class RoundShape:
     @property
     def most_late(self) -> int:
         """Groups of a round that may be late at most."""
+        return self.batch - 1 if self.late == "learned" else self.late
+
+    @property
+    def more_late(self) -> int:
+        """Groups by which a round may be late with more than the one before it, at most."""
         return self.batch // 2 if self.late == "learned" else self.late
 
     @property
     def started(self) -> int:
         """Prompts that a short round runs at most."""
-        return self.started_for(self.batch + self.most_late)
+        return self.started_for(self.batch + self.more_late)
 
     def started_for(self, due: int) -> int:
         """Prompts that a short round runs to have so many sampled."""
@@ -198,7 +204,7 @@ class Rounds:
             message = "late learned needs a clock: it is learned from what rewards take"
             raise InvalidRound(message)
         else:
-            self._lateness = Lateness(shape.most_late, clock)
+            self._lateness = Lateness(shape.more_late, shape.most_late, clock)
         self.shape = shape
         self._number = self._fresh = self._trained = self._dropped = 0
         self._kind: RoundKind | None = None
@@ -286,7 +292,8 @@ class Rounds:
             return None
         self._number += 1
         if self._lateness is not None:
-            self._late = self._lateness.open()
+            # A round never starts more than half a batch beyond its own.
+            self._late = min(self._lateness.open(), len(self._carried) + self.shape.more_late)
         long = last or len(self._deferred) >= self._due
         self._kind = RoundKind.LONG if long else RoundKind.SHORT
         self._take()
