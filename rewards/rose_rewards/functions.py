@@ -33,7 +33,7 @@ class RewardFunction(pydantic.BaseModel):
     """One function; exactly one of ``rule``, ``module`` and ``judge`` is given.
 
     Attributes:
-        rule: one of ``rose_rewards.rules``, ``math_rule`` and ``program_rule``.
+        rule: one of ``rose_rewards.rules`` and ``math_rule``.
         module: ``package.module:function`` of the team's own.
         path: folder that its module is found in.
         judge: URL of a lease whose model judges.
@@ -56,7 +56,7 @@ class RewardFunction(pydantic.BaseModel):
         frozen=True,
     )
 
-    rule: Literal["exact", "contains", "number", "math", "python"] | None = None
+    rule: Literal["exact", "contains", "number", "math"] | None = None
     module: str | None = pydantic.Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     path: Path | None = None
     judge: str | None = pydantic.Field(default=None, pattern=r"^https?://")
@@ -91,8 +91,9 @@ class RewardFunction(pydantic.BaseModel):
     @property
     def entry(self) -> str:
         """``module:function`` that a worker runs; not of a judge."""
-        own = {"math": "rose_rewards.math_rule:math", "python": "rose_rewards.program_rule:python"}
-        return self.module or own.get(self.rule or "", f"rose_rewards.rules:{self.rule}")
+        if self.rule == "math":
+            return "rose_rewards.math_rule:math"
+        return self.module or f"rose_rewards.rules:{self.rule}"
 
 
 def read(path: Path) -> dict[str, RewardFunction]:

@@ -19,6 +19,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -213,15 +214,15 @@ async def running(
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         try:
+            wishes = {one.team: partial(gateway.wish, target, one.team) for one in listed.values()}
+            if linked is not None:
+                stack.enter_context(metrics.shown(wishes))
             if scaler_address:
 
                 def wished(name: str) -> int:
-                    team = "" if name == SHARED else name
-                    found = gateway.wish(target, team)
-                    metrics.WISH.labels(team).set(found)
-                    return found
+                    return wishes["" if name == SHARED else name]()
 
-                named = {one.team or SHARED for one in listed.values()}
+                named = {team or SHARED for team in wishes}
                 scaler = keda.serving(keda.ExternalScaler(wished, named), scaler_address)
                 LOG.info("KEDA dials port %d", await stack.enter_async_context(scaler))
             yield gateway, await listen(runner, address)

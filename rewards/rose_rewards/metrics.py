@@ -1,5 +1,8 @@
 """Metrics of the reward functions."""
 
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 REGISTRY = CollectorRegistry()
@@ -43,7 +46,7 @@ WORKERS = Gauge(
 )
 WISH = Gauge(
     "rose_rewards_wish",
-    "Verifications at a time that were wished for when KEDA's scaler last looked, by team.",
+    "Verifications at a time that are wished for of workers in pods, by team.",
     ["team"],
     registry=REGISTRY,
 )
@@ -57,3 +60,16 @@ def expect(function: str) -> None:
         HEDGED.labels(function, winner)
     for metric in (CORRECT, SECONDS, ENDED):
         metric.labels(function)
+
+
+@contextlib.contextmanager
+def shown(wishes: Mapping[str, Callable[[], int]]) -> Iterator[None]:
+    """Show what each team's wish is whenever somebody looks, KEDA or not, until the block ends."""
+    for team, wish in wishes.items():
+        WISH.labels(team).set_function(wish)
+    try:
+        yield
+    finally:
+        for team in wishes:
+            with contextlib.suppress(KeyError):  # of two gateways in one process the first is gone
+                WISH.remove(team)

@@ -1,7 +1,6 @@
 """Functions that come with ROSE: rules that need no model and no network.
 
-Without an expected answer none has a verdict. ``math_rule`` has the one that needs a library,
-``program_rule`` the one that runs what a model has written.
+Without an expected answer none has a verdict. ``math_rule`` has the one that needs a library.
 """
 
 from __future__ import annotations

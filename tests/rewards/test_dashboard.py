@@ -9,19 +9,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
-import grpc.aio
 import pytest
 
 from rose_dev import prometheus
 from rose_dev.dashboards import rewards
-from rose_rewards.functions import SHARED
 from rose_rewards.main import running
-from rose_wire.ports import free_port
 from tests.batches.helpers import Caller
 from tests.batches.processes import COMPLETIONS, ask, engine_of, pair, token_file
 from tests.chart.scraping import scraping
-from tests.rewards.test_scaler import MESSAGES
-from tests.rewards.test_scaler import ask as ask_scaler
 
 pytestmark = pytest.mark.skipif(
     prometheus.find("prometheus") is None, reason="Prometheus is not built: rose dev build"
@@ -55,11 +50,10 @@ async def answers(url: str, http: aiohttp.ClientSession) -> None:
 
 async def test_every_panel_shows_something_while_rewards_and_lines_run(tmp_path: Path) -> None:
     (tmp_path / "functions.yaml").write_text("exact: {rule: exact}\n")
-    scaler, two = f"127.0.0.1:{free_port()}", pair(tmp_path, lines=8)
+    two = pair(tmp_path, lines=8)
     async with contextlib.AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        gateway = running(tmp_path / "functions.yaml", workers=0, scaler_address=scaler)
-        _, port = await enter(gateway)
+        _, port = await enter(running(tmp_path / "functions.yaml", workers=0))
         await enter(worker(f"http://127.0.0.1:{port}", tmp_path / "functions.yaml"))
         for process in (two.router, two.batches):
             await process.start()
@@ -68,9 +62,6 @@ async def test_every_panel_shows_something_while_rewards_and_lines_run(tmp_path:
         http = await enter(aiohttp.ClientSession())
         asking = asyncio.create_task(answers(f"http://127.0.0.1:{port}/v1/rewards", http))
         stack.callback(asking.cancel)
-        channel = await enter(grpc.aio.insecure_channel(scaler))
-        shared = MESSAGES["ScaledObjectRef"](scalerMetadata={"team": SHARED})
-        await ask_scaler(channel, "IsActive", shared, "IsActiveResponse")
         (of_batches,) = [w for w in two.batches.words if w.startswith("--address=")]
         pages = {
             "rose-rewards": [f"127.0.0.1:{port}"],

@@ -133,6 +133,24 @@ def test_the_chart_tells_the_gateway_how_patient_it_may_be() -> None:
     assert found <= set(words)
 
 
+async def test_the_wish_is_shown_whether_keda_asks_or_not(tmp_path: Path) -> None:
+    def shown(team: str) -> float | None:
+        return metrics.REGISTRY.get_sample_value("rose_rewards_wish", {"team": team})
+
+    listed = {"mine": {"rule": "exact", "team": "a"}, "everybodys": {"rule": "exact"}}
+    (tmp_path / "f.yaml").write_text(yaml.safe_dump(listed))
+    async with running(tmp_path / "f.yaml", workers=0) as (gateway, _):
+        assert (shown("a"), shown("")) == (0.0, 0.0)
+        asked = asyncio.create_task(
+            gateway.score(Reward(trajectory="t", function="mine", answer=""), "a")
+        )
+        await asyncio.sleep(0)
+        assert (shown("a"), shown("")) == (1.0, 0.0)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+    assert shown("a") is None, "nobody wishes once the gateway has ended"
+
+
 async def test_a_team_that_is_not_in_the_list_is_no_answer_and_no_series(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text("exact: {rule: exact}")
     address = f"127.0.0.1:{free_port()}"

@@ -14,6 +14,7 @@ from aiohttp import web
 from rose_rewards.main import running
 from rose_trainer.errors import NoReward, RewardRefused
 from rose_trainer.rewards import Lost, Masked, RewardClient, Scored
+from rose_wire.ports import free_port
 
 ASKED = {"trajectory": "t", "function": "exact", "answer": "1", "expected": "1"}
 
@@ -102,9 +103,18 @@ async def test_what_is_lost_however_often_it_is_asked_is_lost() -> None:
 
 async def test_no_answer_in_time_is_no_reward_and_no_zero() -> None:
     async with stumbling(busy) as (url, asked), aiohttp.ClientSession() as session:
-        with pytest.raises(NoReward, match=r"'t' in 0\.1 s .*same trajectory"):
+        with pytest.raises(NoReward, match=r"'t' in 0\.1 s .*429 Too Many.*same trajectory"):
             await RewardClient(url, session).score(ASKED, 0.1)
         assert len(asked) > 1
+
+
+async def test_who_is_not_reached_is_named_and_a_url_that_is_none_refused_at_once() -> None:
+    async with aiohttp.ClientSession() as session:
+        with pytest.raises(NoReward, match=r"the last: Client\w+: .*127\.0\.0\.1"):
+            await RewardClient(f"http://127.0.0.1:{free_port()}", session).score(ASKED, 0.1)
+        for url in ("rose-rewards:8100", "rose-rewards"):
+            with pytest.raises(RewardRefused, match=r"with http://"):
+                await RewardClient(url, session).score(ASKED, 30)
 
 
 async def test_an_answer_that_is_no_result_is_refused() -> None:

@@ -6,7 +6,7 @@ has no answer asks again. None becomes a zero that nobody has computed.
     asking --scored, masked--> result
     asking --lost--> asking   (it is tried anew) --lost ``tries`` times--> result
     asking --408, 409, 429, 5xx, nothing--> waiting --Retry-After--> asking
-    asking --400, 401, 413 ...--> ``RewardRefused``
+    asking --400, 401, 413 ..., no URL of HTTP--> ``RewardRefused``
     waiting, asking --seconds over--> ``NoReward``
 
 ``docs/rewards.md`` says what the results mean.
@@ -69,23 +69,26 @@ class RewardClient:
         lost = attempt = 0
         while True:
             found, pause = await self._attempt(reward, until, attempt)
+            if isinstance(found, (Scored, Masked)):
+                return found
             if isinstance(found, Lost):
                 lost += 1
-            if isinstance(found, (Scored, Masked)) or (found is not None and lost >= self.tries):
-                return found
+                if lost >= self.tries:
+                    return found
             attempt += 1
             if time.monotonic() + pause >= until:
                 message = (
                     f"{self.url}: no reward of {reward.get('trajectory')!r} in {seconds:g} s "
-                    f"({attempt} attempts); ask again under the same trajectory"
+                    f"({attempt} attempts, the last: {_shown(found)}); ask again under the same "
+                    "trajectory"
                 )
                 raise NoReward(message)
             await asyncio.sleep(pause)
 
     async def _attempt(
         self, reward: dict[str, Any], until: float, attempt: int
-    ) -> tuple[Result | None, float]:
-        """The result, or None where it is to be asked for again, and in how many seconds."""
+    ) -> tuple[Result | str, float]:
+        """The result, or why there is none yet; and in how many seconds to ask again."""
         token = flags.token(self.token_file)
         pause = min(0.1 * 2 ** min(attempt, 10), _LONGEST_PAUSE_SECONDS)
         try:
@@ -97,13 +100,17 @@ class RewardClient:
             ) as reply:
                 body = await reply.read()
                 if reply.status in _AGAIN or reply.status >= 500:
-                    return None, _wished(reply.headers.get("Retry-After"), pause)
+                    why = f"{reply.status} {reply.reason}"
+                    return why, _wished(reply.headers.get("Retry-After"), pause)
                 if reply.status >= 300:
-                    said = body.decode(errors="replace")[:_SHOWN]
-                    message = f"{self.url}: {reply.status}: {said}"
+                    text = body.decode(errors="replace")[:_SHOWN]
+                    message = f"{self.url}: {reply.status}: {text}"
                     raise RewardRefused(message)
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return None, pause
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+            message = f"{self.url}: give the URL of rose rewards, with http:// or https://"
+            raise RewardRefused(message) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            return f"{type(error).__name__}: {error}", pause
         return _result(body, self.url), pause
 
 
@@ -114,6 +121,10 @@ def _result(body: bytes, url: str) -> Result:
         message = f"{url}: {error}; is that the URL of rose rewards?"
         raise RewardRefused(message) from error
     return found
+
+
+def _shown(found: Result | str) -> str:
+    return f"lost: {found.reason}" if isinstance(found, Lost) else str(found)
 
 
 def _wished(retry_after: str | None, pause: float) -> float:
