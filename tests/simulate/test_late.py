@@ -47,7 +47,7 @@ def test_a_late_reward_holds_no_step_up_and_is_trained_on_one_version_late(
 
 
 def test_a_trainer_that_learns_how_many_may_be_late_waits_less_and_has_fewer_of_them() -> None:
-    waits, learned, bound = (played(late=count, batch_groups=4) for count in (0, "learned", 2))
+    waits, learned, bound = (played(late=count, batch_groups=4) for count in (0, "learned", 3))
     held, hidden = (
         sum(part.reward_s for part in one.step_parts) / one.steps for one in (waits, learned)
     )
