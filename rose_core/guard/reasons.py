@@ -56,6 +56,19 @@ def slot_reason(reason: str) -> str:
 
 _GATE_REASONS = frozenset(reason.value for reason in GateReason)
 
+STANDING = frozenset(
+    {
+        GateReason.STOP_REQUESTED,
+        GateReason.POOL_NOT_LENDING,
+        GateReason.SERVING_GONE,
+        GateReason.SERVING_NOT_READY,
+        GateReason.SERVING_SETTLING,
+        GateReason.DEVICE_UNFIT,
+        GateReason.SIGNAL_UNVERIFIED,
+    }
+)
+"""Closed with these, neither a request nor the end of one opens the gate or has to close it."""
+
 PACED = frozenset({GateReason.SLACK, GateReason.COMPUTE_LIMIT})
 """Closed with these the gate only pauses for a moment: the permit alone stops the engine, routers
 go on sending turns."""

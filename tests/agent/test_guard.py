@@ -50,6 +50,7 @@ from rose_core.wire.sync import (
     RouterProof,
     Sharing,
     SignalSource,
+    SleepTerms,
     SyncReply,
     WeightSource,
 )
@@ -397,6 +398,68 @@ async def test_a_gate_stays_shut_until_the_tap_tells_arrivals_at_once(
     made.on_tap([health()], time.monotonic_ns())
     made.step_all()
     assert made._verdicts[POD].open
+
+
+async def test_beside_a_gate_that_no_request_opens_the_tap_may_wait_until_that_is_over(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, permit = guard
+    replica = made.replicas[POD]
+    replica.verification = SignalVerification()
+    made.match()
+    assert not is_open(permit)
+    assert replica.at_once, "it was open when somebody looked"
+    for _ in range(2):
+        made.match()
+        assert not replica.at_once
+        made.on_tap([msgspec.structs.replace(health(), at_once=False)], time.monotonic_ns())
+        made.step_all()
+        assert made._verdicts[POD].reason is GateReason.SIGNAL_UNVERIFIED, "and stays so"
+    replica.verification = SignalVerification(verified=True)
+    made.step_all()
+    assert made._verdicts[POD].reason is GateReason.SIGNAL_MISSING, "an arrival may wait yet"
+    made.match()
+    assert replica.at_once
+    made.step_all()
+    assert not made._verdicts[POD].open
+    made.on_tap([health()], time.monotonic_ns())
+    made.step_all()
+    assert made._verdicts[POD].open
+
+
+async def test_a_replica_that_may_sleep_is_heard_at_once_although_its_gate_is_shut(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, _ = guard
+    made.replicas[POD].verification = SignalVerification()
+    made.step_all()
+    assert not made._may_close(POD)
+    sleepy = msgspec.structs.replace(POLICY, sleep=SleepTerms(1 << 20))
+    made.on_reply(SyncReply(1, True, (GRANT,), (sleepy,)), time.monotonic())
+    assert made._verdicts[POD].reason is GateReason.SIGNAL_UNVERIFIED
+    assert made._may_close(POD)
+
+
+@pytest.mark.parametrize("rests", [True, False])
+async def test_a_replica_at_rest_is_stepped_at_every_second_tick(
+    guard: tuple[Guard, Permit], monkeypatch: pytest.MonkeyPatch, rests: bool
+) -> None:
+    made, _ = guard
+    if rests:
+        made.replicas[POD].verification = SignalVerification()
+    made.step_all()
+    monkeypatch.setattr(GuardedSlot, "is_at_rest", rests)
+    judged: list[int] = []
+
+    def count(facts: ReplicaFacts, limits: GateLimits, now_ns: int) -> GateVerdict:
+        judged.append(now_ns)
+        return judge(facts, limits, now_ns)
+
+    monkeypatch.setattr(loop, "judge", count)
+    made.step_all(resting=False)
+    assert len(judged) == (0 if rests else 1)
+    made.step_all()
+    assert len(judged) == (1 if rests else 2)
 
 
 async def test_tokens_are_told_one_by_one_only_before_lending_may_be_paced_by_them(

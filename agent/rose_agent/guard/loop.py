@@ -7,6 +7,7 @@
 | its other tokens (tap) | the same, where the verdict waits for them; a paced one has its edges |
 | the tap's heartbeat, else every 65 ms | every slot is stepped: permits are extended, deadlines |
 | the same, while every slot is at rest | every slot is stepped, every 130 ms |
+| the same, a replica whose slots are at rest | every second time |
 | a verdict's own time (a period begins, cool-down) | the replica's slots, or all, are stepped |
 | engine host's status, serving process exit, pod change, Sync reply | every slot is stepped |
 | an update of the guard whose gate a replica follows | the replica's slots are stepped at once |
@@ -62,7 +63,7 @@ from rose_core.devices.memory import BudgetLimits
 from rose_core.guard.crossover import Schedule
 from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, closed, judge
 from rose_core.guard.grants import GrantBook
-from rose_core.guard.reasons import GateReason
+from rose_core.guard.reasons import STANDING, GateReason
 from rose_core.identity import PodUid, SlotUid
 from rose_core.telemetry.events import (
     Arrived,
@@ -298,6 +299,7 @@ class Guard:
         self._timers = ReplicaTimers(self._step_again)
         self._stop_pressed, self._stop_button = False, str(rundir.stop)
         self._ticked_ns = time.monotonic_ns()
+        self._rested_ns = 0
         self._matched, self._matched_s = False, 0.0
         self._pulse = Ticker(self._tick, TICK_SECONDS)
         self.address = ""  # where guards of other nodes may ask
@@ -394,11 +396,13 @@ class Guard:
         """Whether a pool burns its error budget on this node now."""
         return self.pools.is_burning(self.policies, time.monotonic_ns())
 
-    def step_all(self) -> None:
-        """Step every slot."""
+    def step_all(self, *, resting: bool = True) -> None:
+        """Step every slot; but those ``resting`` only where that is asked for."""
         now_ns = time.monotonic_ns()
+        if resting:
+            self._rested_ns = now_ns
         for uid in self.replicas:
-            if self._is_followed(uid):
+            if self._is_followed(uid) and (resting or not self._rests(uid)):
                 self._step_replica(uid, now_ns, 0)
         for slot in self.slots.values():
             if slot.grant is None or slot.grant.pod_uid not in self.replicas:
@@ -427,6 +431,27 @@ class Guard:
     def _is_followed(self, uid: PodUid) -> bool:
         """Whether somebody goes by this replica's gate: a slot, or guards of other nodes."""
         return self.replicas[uid].granted or self.leading.leads(uid)
+
+    def _may_close(self, uid: PodUid) -> bool:
+        """Whether a request may have to close this gate before the tap's next heartbeat.
+
+        Not one that is shut for a reason that no request changes. Once that reason is over, it
+        stays shut until the tap has answered that it tells arrivals at once.
+        """
+        if not self._is_followed(uid):
+            return False
+        verdict = self._verdicts.get(uid)
+        shut = verdict is not None and not verdict.open and verdict.reason in STANDING
+        # A replica that is lent whole is drained and asleep while it is not Ready.
+        return not shut or self.whole.knows(uid)
+
+    def _rests(self, uid: PodUid) -> bool:
+        """Whether nothing changes here by itself: shut, no time to look again, engines held."""
+        verdict = self._verdicts.get(uid)
+        if verdict is None or verdict.open or verdict.again_ns:
+            return False
+        beside = (s for s in self.slots.values() if s.grant and s.grant.pod_uid == uid)
+        return all(slot.is_at_rest for slot in beside)
 
     def _judge(self, uid: PodUid, now_ns: int) -> tuple[ReplicaFacts, GateVerdict]:
         replica = self.replicas[uid]
@@ -548,7 +573,8 @@ class Guard:
         if began - self._matched_s >= _MATCH_SECONDS:
             self._matched_s = began
             self._match()
-        self.step_all()
+        # As the ticker has it: what rests is stepped half as often, whatever else is on the node.
+        self.step_all(resting=time.monotonic_ns() - self._rested_ns >= _TICK_NS // 2)
         self._ticked_ns = time.monotonic_ns()
         metrics.TICK_SECONDS.observe(time.monotonic() - began)
         return self._resting()
@@ -618,7 +644,7 @@ class Guard:
     def _watch(self, source: PodSource, pods: Mapping[PodUid, ServingPod]) -> None:
         """Tell the tap what to follow, and forget the requests of replicas it no longer follows."""
         watched = {
-            uid: self.replicas[uid].watch(followed=self._is_followed(uid))
+            uid: self.replicas[uid].watch(followed=self._may_close(uid))
             for uid, pod in pods.items()
             if SignalSource.WIRE_TAP in self.replicas[uid].policy.allowed_signals
             and (pod.pid or not isinstance(source, KubernetesPods))

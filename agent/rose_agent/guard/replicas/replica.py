@@ -120,10 +120,12 @@ class GuardedReplica:
         """What the tap should follow: closely where lending may be paced by tokens.
 
         Args:
-            followed: somebody goes by the gate; else nothing has to be told before a heartbeat.
+            followed: somebody goes by the gate, and a request may have to close it; else nothing
+                has to be told before a heartbeat.
         """
         now_ns = time.monotonic_ns()
-        pod, paced = self.pod, self.granted and self.outcomes.objective(self.policy).given
+        pod, given = self.pod, self.outcomes.objective(self.policy).given
+        paced = followed and self.granted and given
         border = _IDLE_ENOUGH if self.closely else _HARDLY_IDLE
         self.closely = paced and self.gaps.share(now_ns) < border
         if followed is not self.at_once:
@@ -225,9 +227,11 @@ class GuardedReplica:
             following: words of the guard whose gate it follows; None = it follows none.
         """
         uses_tap = SignalSource.WIRE_TAP in self.policy.allowed_signals
-        waits = followed and uses_tap and self.arrivals_wait
+        signal = self.signal(now_ns)
+        if followed and uses_tap and self.arrivals_wait and signal.doubt is None:
+            signal = signals.unknown(Doubt.NO_SIGNAL)
         return ReplicaFacts(
-            signal=signals.unknown(Doubt.NO_SIGNAL) if waits else self.signal(now_ns),
+            signal=signal,
             stop_requested=stop_pressed or self.pod.stopped,
             lending=self.policy.mode == "Lend",
             gone=self.gone,

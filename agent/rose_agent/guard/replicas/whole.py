@@ -89,6 +89,10 @@ class WholeReplicas:
             except (OSError, BadPermit) as error:
                 _log.error("pod %s is not lent whole: %s", replica.pod.name, error)
 
+    def knows(self, uid: PodUid) -> bool:
+        """Whether this replica is lent whole, or its owner lets it be."""
+        return uid in self._known
+
     def judge(self, uid: PodUid, facts: ReplicaFacts) -> GateVerdict:
         """The gate of a whole slot on this replica."""
         sleepy = self._known.get(uid)
