@@ -147,6 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         "server, client and tap share the machine; the client's lateness is in the differences",
         f"CPU of the first rows is the parser's; guard and tap: {TOKENS} tokens a request, an idle"
         " lent replica beside the busy ones; of those a slot is beside each, or beside none",
+        "busy ones answer no page, so none is verified: the gate of a slot beside one stays shut",
         "what the program in the kernel takes is spent by whoever sends: counted by itself, on top",
     ]
     record("tap", figures, notes=notes)

@@ -1,8 +1,9 @@
 """Both readers of the tap beside each other: CPU of guard and tap while replicas stream.
 
-A whole node of processes with fake engines, as in ``cost``, and a pool that names TTFT and TPOT, so
-that its busy replicas are watched closely. The tap reads tokens packet by packet, and then again
-with the kernel counting them. What is counted is CPU time, not its share of a busy machine's.
+A whole node of processes with fake engines, as in ``cost``, and a pool that names TTFT and TPOT.
+Its busy replicas answer no page, so the tap is never verified there and a slot's gate stays shut;
+what a paced permit takes is in ``cost``. The tap reads tokens packet by packet, and then again with
+the kernel counting them. What is counted is CPU time, not its share of a busy machine's.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ READERS = ("packets", "kernel")
 _TTFT_MS, _TPOT_MS = 2000, 50
 _INTERVAL_MS = 20.0
 TOKENS = 200  # of a request
-_FEWEST_WAKINGS = 15  # a second; heartbeats are 20
+_FEWEST_WAKINGS = 5  # a second; heartbeats are 8 where nothing may have to be stopped
 _WARM_SECONDS = 8.0  # until replicas count as never idle, and are watched closely
 
 
