@@ -110,7 +110,11 @@ class Book:
         self._busy_ns = 0
 
     def moment(self, event: TapEvent, now_ns: int) -> int:
-        """When an event happened: now, but for those that have waited for their heartbeat."""
+        """When an event happened: now, but for those that have waited for their heartbeat.
+
+        Those lie up to a heartbeat in the past. The moments of one replica ascend; those of several
+        do not ascend together.
+        """
         if self.health is None or self.health.at_once or isinstance(event, Health):
             return now_ns
         event_ns = 0 if isinstance(event, Dismissed | Sized | Counted) else event.time_ns

@@ -89,6 +89,15 @@ class Counted(msgspec.Struct, frozen=True, tag="c", array_like=True):
     replica: PodUid
     records: bytes
 
+    def __post_init__(self) -> None:
+        """Refuse what are no records.
+
+        Raises:
+            ValueError: as for any other bytes that are no message, while they are decoded.
+        """
+        if len(self.records) % RECORD.size:
+            raise ValueError(f"{len(self.records)} bytes are no records of {RECORD.size} each")
+
 
 RECORD = struct.Struct("=QQIIQQ")
 """A stream in the kernel's map, as ``tokens.bpf.c`` has it: its position (32 bits), a mark (1) and
@@ -98,11 +107,7 @@ RECORD_TOKENS = 0x7FFFFFFF
 
 
 def progress(counted: Counted) -> Iterator[tuple[int, int, int]]:
-    """Request, tokens so far, and when the newest passed, of each stream that has new ones.
-
-    Raises:
-        struct.error: they are no records.
-    """
+    """Request, tokens so far, and when the newest passed, of each stream that has new ones."""
     for word, last_ns, _, _, request, before in RECORD.iter_unpack(counted.records):
         if last_ns:
             yield request, before + (word & RECORD_TOKENS), last_ns

@@ -258,6 +258,21 @@ async def test_a_pod_that_stays_ready_is_left_alone(short_dir: Path) -> None:
         assert made.held > before - MEMORY // 10
 
 
+async def test_serving_is_not_sent_to_sleep_while_its_arrivals_may_wait(short_dir: Path) -> None:
+    async with node(short_dir) as made:
+        await made.until(made.guard.whole._sleeper_lives, "a sleeper")
+        made.grant(WHOLE)
+        await made.until_phase(WholePhase.DRAINING)
+        waiting = msgspec.structs.replace(health(), at_once=False)
+        for _ in range(25):  # longer than it has to be quiet
+            made.write_pod()
+            made.guard.on_tap([waiting], time.monotonic_ns())
+            made.guard.match()
+            assert made.phase is WholePhase.DRAINING
+            await asyncio.sleep(0.1)
+        await made.until_phase(WholePhase.DRAINED)
+
+
 async def test_an_answer_of_200_that_frees_nothing_ends_the_loan(short_dir: Path) -> None:
     async with node(short_dir, "off") as made:
         await made.until(made.guard.whole._sleeper_lives, "a sleeper")

@@ -10,7 +10,15 @@ from rose_agent.tap import frames
 from rose_agent.tap.frames import Splitter, Watch
 from rose_agent.tap.replica import TappedReplica
 from rose_core.identity import PodUid
-from rose_core.telemetry.events import Arrived, Ended, EndKind, FirstToken, Progress, TapEvent
+from rose_core.telemetry.events import (
+    Arrived,
+    Counted,
+    Ended,
+    EndKind,
+    FirstToken,
+    Progress,
+    TapEvent,
+)
 
 POD = PodUid("pod")
 
@@ -36,6 +44,14 @@ def test_frames_are_found_however_their_bytes_come(size: int) -> None:
 def test_a_frame_longer_than_any_of_ours_is_refused_before_it_is_read() -> None:
     with pytest.raises(ValueError, match="at most"):
         Splitter(frames.events).feed(b"\xff\xff\xff\x7f")
+
+
+def test_bytes_that_are_no_records_are_no_frame() -> None:
+    """A pod's own tap is ended for them, and the guard never has to read them."""
+    foreign = frames.pack([["c", POD, b"x" * 24]])
+    with pytest.raises(ValueError, match="no records"):
+        Splitter(frames.events).feed(foreign)
+    assert Splitter(frames.events).feed(frames.pack([["c", POD, b""]])) == [[Counted(POD, b"")]]
 
 
 def test_the_same_sockets_serve_a_closer_look() -> None:

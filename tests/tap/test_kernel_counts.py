@@ -146,15 +146,31 @@ def same_signal(pair: Pair, segments: list[Segment]) -> Ended | None:
     assert pair.tracker.counts == oracle.counts
     assert pair.tracker.in_flight == oracle.in_flight
     assert _under_way(pair.tracker) == _under_way(oracle)
-    assert told.items() <= dict(_under_way(oracle)).items()
+    expected = told_of(pair, oracle)
+    assert {one: tokens for one, (tokens, _) in told.items()} == {
+        one: tokens for one, (tokens, _) in expected.items()
+    }
+    # The tap's own events are at least so far apart.
+    assert all(0 <= told[one][1] - at < 5 * MS for one, (_, at) in expected.items())
     ends = [e for e in listed if isinstance(e, Ended)]
     return ends[-1] if ends else None
 
 
-def told_unread(pair: Pair) -> dict[int, int]:
-    """Tokens of each request that the guard reads off the kernel's own records."""
+def told_unread(pair: Pair) -> dict[int, tuple[int, int]]:
+    """Tokens of each request that the guard reads off the kernel's own records, and their time."""
     records = (one for one in pair.counts.counted() if isinstance(one, Counted))
-    return {request: tokens for one in records for request, tokens, _ in progress(one)}
+    return {request: (tokens, at) for one in records for request, tokens, at in progress(one)}
+
+
+def told_of(pair: Pair, oracle: Tracker) -> dict[int, tuple[int, int]]:
+    """What the records have to say: all that the oracle counts of streams with counted tokens."""
+    times = {e.request: e.time_ns for e in pair.events if isinstance(e, Progress)}
+    tokens, found = dict(_under_way(oracle)), {}
+    for stream in pair.counts._streams.values():
+        request = pair.tracker.countable(stream.client)
+        if request is not None and stream.tokens:
+            found[request.number] = tokens[request.number], times[request.number]
+    return found
 
 
 def _under_way(tracker: Tracker) -> list[tuple[int, int]]:
@@ -182,7 +198,8 @@ def test_tokens_of_a_stream_are_counted_and_kept_back(
     pair.show(stream[-1])
     assert pair.passed == before, "nobody is woken for them, nor for one that is sent again"
     pair.rest()
-    assert told_unread(pair) == {1: token.count(b"data: ") * 51}, "the heartbeat tells them"
+    ((number, (tokens, _)),) = told_unread(pair).items()
+    assert (number, tokens) == (1, token.count(b"data: ") * 51), "the heartbeat tells them"
     pair.beat()
     taken = [e for e in pair.events if isinstance(e, Progress)]
     assert taken[-1].tokens == token.count(b"data: ") * 51
