@@ -15,6 +15,7 @@ from rose_core.rollouts.transcripts.transcript import StreamEvent
 from rose_core.wire.routing import EngineKind
 from rose_router.engines.fleet import Engine
 from rose_router.metrics import REGISTRY
+from rose_router.turns.request import TurnRequest
 from rose_router.turns.turn import TurnEnd
 from tests.router.world import (
     Run,
@@ -260,12 +261,28 @@ async def test_a_long_pause_moves_the_turn_and_the_old_leg_is_aborted_before_new
         assert engine.aborted == [rid]
 
 
+async def test_an_engine_is_asked_before_anything_else_is_done() -> None:
+    async with world(SimEngine("a")) as w:
+        asked = [TurnRequest(f"r{n}", (n,), {"max_new_tokens": 4}) for n in (1, 2)]
+        (engine,) = w.engines.values()
+        later = w.service.submit(asked[0])
+        assert not engine.seen
+        turn = w.service.submit(asked[1], at_once=True)
+        assert [one["input_ids"] for one in engine.seen] == [[2]]
+        for one in (later, turn):
+            await over(one)
+            judge_whole(one)
+
+
 async def test_a_turn_that_has_ended_is_not_continued_by_a_late_verdict() -> None:
     async with world(*two(stop_at=8, linger=100)) as w:
         turn = w.ask(20)
-        await until(lambda: turn.leg is not None and turn.leg.finish is not None)
-        w.gate(where(w, turn), is_open=False)
-        await over(turn)
+        await started(turn)
+        engine = where(w, turn)
+        await until(lambda: turn.is_over)
+        w.gate(engine, is_open=False)
+        assert not turn.ended_event.has_come, "its engine lingers"
+        await until(lambda: turn.ended_event.has_come)
         assert turn.finish is not None
         assert turn.finish["type"] == "stop"
         assert turn.transcript.tokens == greedy(turn)[:8]

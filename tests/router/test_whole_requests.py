@@ -53,9 +53,11 @@ class Server:
         hold: answers wait for it.
         cancelled: handlers that were.
         fail: what the handler raises.
+        make: makes a connection.
     """
 
     port: int = 0
+    make: Callable[[], WholeRequestHandler] | None = None
     routes: dict[str, WholeRoute] = field(default_factory=dict)
     whole: list[bool] = field(default_factory=list)
     hold: asyncio.Event = field(default_factory=asyncio.Event)
@@ -93,6 +95,7 @@ async def serving(server: Server, keepalive: float = 60.0) -> AsyncIterator[Serv
         access_log=None,
         keepalive_timeout=keepalive,
     )
+    server.make = make
     listening = await loop.create_server(make, "127.0.0.1", 0)
     server.port = listening.sockets[0].getsockname()[1]
     try:
@@ -134,6 +137,54 @@ async def test_requests_that_come_whole_are_answered_one_after_the_other() -> No
             writer.write(request(b"%d" % number))
             assert (await answer(reader)).endswith(b"\r\n\r\n%d /turn" % number)
         assert server.whole == [True] * 3
+
+
+class Written(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.bytes += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """It is the test's."""
+
+
+async def test_the_first_request_is_not_kept_waiting_for_aiohttps_task() -> None:
+    async with serving(Server()) as server:
+        assert server.make is not None
+        connection, written = server.make(), Written()
+        connection.connection_made(written)
+        connection.data_received(request(b"one"))
+        assert server.whole == [True], "before anything else is done"
+        assert connection.answers_whole
+        connection.data_received(request(b"two"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert server.whole == [True], "the first is not answered yet"
+        server.hold.set()
+        await until(lambda: written.bytes.endswith(b"two /turn"))
+        assert written.bytes.index(b"one /turn") < written.bytes.index(b"two /turn")
+        connection.data_received(request(b"three"))
+        await until(lambda: written.bytes.endswith(b"three /turn"))
+        assert server.whole == [True, False, True]
+        connection.connection_lost(None)
+
+
+async def test_a_caller_that_goes_before_aiohttps_task_has_begun_leaves_nothing() -> None:
+    async with serving(Server()) as server:
+        assert server.make is not None
+        connection = server.make()
+        connection.connection_made(Written())
+        connection.data_received(request())
+        connection.connection_lost(None)
+        await until(lambda: server.cancelled == 1)
 
 
 @pytest.mark.parametrize(

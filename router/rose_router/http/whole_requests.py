@@ -15,10 +15,14 @@ chain. Everything is read by the same parser and answered by the same handlers.
 
 | this connection is | its task of aiohttp | left by |
 |---|---|---|
+| new | is about to wait | a request: answering, or busy |
 | idle | waits | a request: answering, or busy |
 | answering a whole request | waits | the answer: idle; busy where others have come; over |
 | busy | answers | the answer: idle, over |
 | over | is cancelled | |
+
+It is answered in the moment in which it comes (``begun``): a burst of an engine's events that has
+come beside it waits for it, and not the other way round.
 
 Much of it is no interface of aiohttp's (``PRIVATE_NAMES``). Where an aiohttp lacks one of these
 names, it answers all requests by itself, as ``choose_protocol`` says.
@@ -41,6 +45,8 @@ from aiohttp.http import HttpRequestParser
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.http_writer import StreamWriter
 from aiohttp.streams import StreamReader
+
+from rose_router.begun import BegunTask
 
 LOG = logging.getLogger(__name__)
 
@@ -113,7 +119,7 @@ class WholeRequestHandler(web.RequestHandler):
             comes beside an answer something may be missing.
     """
 
-    __slots__ = ("_answering", "_routes", "answers_whole")
+    __slots__ = ("_answering", "_began", "_routes", "answers_whole")
 
     def __init__(
         self,
@@ -124,11 +130,24 @@ class WholeRequestHandler(web.RequestHandler):
         super().__init__(manager, **settings)
         self._routes = routes
         self._answering: asyncio.Task[None] | None = None
+        self._began = False
         self.answers_whole = False
+
+    async def start(self) -> None:
+        """Wait for requests, once the connection's first is answered: aiohttp's task."""
+        self._began = True
+        if self._answering is not None:
+            await asyncio.wait({self._answering})
+        if self._manager is not None:  # else the caller has gone meanwhile
+            await super().start()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the caller."""
         waiter, self.answers_whole = self._waiter, False
+        if not self._began and self._answering is None:  # its first bytes, before aiohttp's task
+            super().data_received(data)
+            self.answers_whole = bool(self._messages) and self._answer_whole()
+            return
         if waiter is None or waiter.done():
             super().data_received(data)
             return
@@ -187,7 +206,9 @@ class WholeRequestHandler(web.RequestHandler):
         self._messages.clear()
         parser.message_consumed()
         manager.requests_count += 1
-        self._answering = self._loop.create_task(self._answer(message, payload, route))
+        begun = BegunTask(self._loop, self._answer(message, payload, route))
+        self._answering = begun.task
+        begun.begin()
         return True
 
     async def _answer(

@@ -72,14 +72,16 @@ class TurnRunner:
             while turn.state is _WAITING or turn.state is _RUNNING:
                 await self._advance(turn)
         except asyncio.CancelledError:
-            self._abort(turn, "Aborted", turn.abort_message or "the caller hung up")
+            self._abort_cancelled(turn)
         except (RouterError, RolloutError, EngineRefused) as error:
             self._fail(turn, error)
         except Exception as error:  # a bug must end this turn only, and be heard of
             LOG.exception("turn %s", turn.request.rid)
             self._fail(turn, TurnLost("Internal", f"{type(error).__name__}: {error}"))
         finally:
-            turn.ended, request, tokens = self._clock(), turn.request, turn.transcript.tokens
+            if not turn.ended:
+                self._note_ended(turn)
+            request, tokens = turn.request, turn.transcript.tokens
             name, prompt, held = request.trajectory, request.prompt, len(tokens)
             if not request.keyed:
                 self._prefixes.note(name, prompt, tokens)
@@ -91,7 +93,11 @@ class TurnRunner:
             if turn.trace is not None:
                 turn.trace.end(turn)
             turn.ended_event.set()
-            turn.changed.fire()
+
+    def _note_ended(self, turn: Turn) -> None:
+        """Nothing more will come: whoever streams it writes its end, before anything is noted."""
+        turn.ended = self._clock()
+        turn.changed.fire()
 
     async def _advance(self, turn: Turn) -> None:
         began, request, transcript = self._clock(), turn.request, turn.transcript
@@ -175,7 +181,20 @@ class TurnRunner:
             del engine.legs[rid]
             if turn.trace is not None:
                 turn.trace.end_leg(leg)
-            self._fold(turn, engine, leg)
+            if turn.leg is leg:
+                self._fold(turn, engine, leg)
+
+    def _end_with_leg(self, turn: Turn, engine: Engine) -> None:
+        """End a turn in the moment in which its leg's last event has come, all of it known.
+
+        Its task is woken after whatever else has come in that moment, and does the rest.
+        """
+        leg = turn.leg
+        if leg is None or turn.request.pin.exact is not None:
+            return  # of an exact version something may be dropped, and sampled again
+        self._fold(turn, engine, leg)
+        self._finish(turn, leg.finish)
+        self._note_ended(turn)
 
     async def _outcome(self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg) -> MoveReason:
         """Read the leg; why that ended, if it was not by its last event."""
@@ -188,7 +207,8 @@ class TurnRunner:
         else:
             context = turn.transcript.context
             body = request.leg_body(context, leg.offset, leg.rid, leg.version, turn.interval)
-        reader = LegReader(turn, engine, leg, handle, fleet=self._fleet, clock=self._clock)
+        end = partial(self._end_with_leg, turn, engine)
+        reader = LegReader(turn, engine, leg, handle, end, fleet=self._fleet, clock=self._clock)
         try:
             try:
                 if not reader.wants_final_event:
@@ -309,6 +329,8 @@ class TurnRunner:
         self._sessions.settle(request.trajectory, Home(engine.name, context, leg.version))
 
     def _conclude_leg(self, turn: Turn, engine: Engine, move: MoveReason | None) -> None:
+        if turn.state is not _RUNNING:
+            return  # its end came with the leg's
         leg, held = turn.transcript.legs[-1], len(turn.transcript.tokens)
         dropped = leg.offset + len(leg.ids) > held
         if move is None and not dropped:
@@ -388,6 +410,10 @@ class TurnRunner:
             "err_type": err_type,
         }
 
+    def _abort_cancelled(self, turn: Turn) -> None:
+        if not turn.is_over:  # else its end came just before
+            self._abort(turn, "Aborted", turn.abort_message or "the caller hung up")
+
     def _fail(self, turn: Turn, error: Exception) -> None:
         """An error before the first token, a typed abort with what is held after it."""
         if turn.held:
@@ -432,6 +458,7 @@ class LegReader:
         engine: who answers.
         leg: what was sampled so far.
         handle: the leg as the supervisor watches it.
+        end: ends the turn with the leg.
         fleet: learns how fast the engine works.
         clock: monotonic seconds.
 
@@ -441,9 +468,18 @@ class LegReader:
     """
 
     def __init__(
-        self, turn: Turn, engine: Engine, leg: Leg, handle: LiveLeg, *, fleet: Fleet, clock: Clock
+        self,
+        turn: Turn,
+        engine: Engine,
+        leg: Leg,
+        handle: LiveLeg,
+        end: Callable[[], None],
+        *,
+        fleet: Fleet,
+        clock: Clock,
     ) -> None:
         self._turn, self._engine, self._leg, self._handle = turn, engine, leg, handle
+        self._end = end
         self._fleet, self._clock = fleet, clock
         self._crossing = _crossing(turn)
         self._over = False
@@ -471,15 +507,18 @@ class LegReader:
                 if not self._take_event(event, now, halt):
                     return False
         finally:
+            complete = leg.ended and leg.complete
             if leg.placed > before:
                 if turn.record.must_be_alone():
                     self._clear()
                 if not turn.first_token_at:
                     turn.first_token_at = now
                     metrics.FIRST_TOKEN_SECONDS.observe(now - turn.began)
-                # The end of the turn follows in a moment and says its last tokens with it.
-                if not (leg.ended and leg.complete):
+                # The end of the turn follows, and says its last tokens with it.
+                if not complete:
                     turn.changed.fire()
+        if complete and not self._over:
+            self._end()
         return True
 
     def _take_event(self, event: StreamEvent, now: float, halt: Callable[[], None] | None) -> bool:

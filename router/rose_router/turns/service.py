@@ -24,6 +24,7 @@ from rose_core.rollouts.requests.fields import (
 from rose_core.rollouts.transcripts.transcript import Transcript
 from rose_core.rollouts.versions import NO_PIN
 from rose_router import metrics
+from rose_router.begun import BegunTask
 from rose_router.config import Settings
 from rose_router.engines.engine_client import EngineClient
 from rose_router.engines.fleet import Clock
@@ -166,7 +167,14 @@ class Service:
                 for one in tasks:
                     one.cancel()
 
-    def submit(self, request: TurnRequest, *, interval: int = 1, alone: bool = False) -> Turn:
+    def submit(
+        self,
+        request: TurnRequest,
+        *,
+        interval: int = 1,
+        alone: bool = False,
+        at_once: bool = False,
+    ) -> Turn:
         """Begin a turn, or join the one that the request is a duplicate of.
 
         Args:
@@ -175,6 +183,8 @@ class Service:
             alone: the caller waits for nothing else, and does so by ``until_ended`` at once. Where
                 nobody can join the turn, it then runs in the caller's task: one of its own, and
                 being woken by it, are a thirtieth of what the router does for a turn.
+            at_once: where it has a task of its own, this begins here: an engine with room for it
+                has been asked when this returns.
 
         Returns:
             The turn; the caller counts as a listener and must ``leave``.
@@ -216,14 +226,20 @@ class Service:
             if self.tracing is not None:
                 self.tracing.begin_turn(turn)
             if not alone or request.own_rid:
-                self._begin(turn)
+                self._begin(turn, at_once=at_once)
         elif interval < turn.interval:
             turn.interval = interval  # somebody watches it now
         turn.listeners += 1
         return turn
 
-    def _begin(self, turn: Turn) -> None:
-        turn.task = asyncio.get_running_loop().create_task(self._run(turn))
+    def _begin(self, turn: Turn, *, at_once: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        if at_once:
+            begun = BegunTask(loop, self._run(turn))
+            turn.task = begun.task
+            begun.begin()
+        else:
+            turn.task = loop.create_task(self._run(turn))
 
     async def _run(self, turn: Turn) -> None:
         await self._runner.run(turn)

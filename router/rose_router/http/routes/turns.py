@@ -395,7 +395,8 @@ class TurnHandlers:
             room.resize(held_by(ask.turns))
         service.admit(ask.turns)
         interval = 1 if ask.stream else service.settings.interval
-        alone = not ask.stream and len(ask.turns) == 1
+        single = len(ask.turns) == 1
+        alone, at_once = single and not ask.stream, single
         held = HeldTurns(service)
         try:
             for one in ask.turns:
@@ -404,7 +405,7 @@ class TurnHandlers:
                     asked = asked.of_job(whose)
                 if service.tracing is not None:
                     asked = _traced(asked, request, ask)
-                turn = service.submit(asked, interval=interval, alone=alone)
+                turn = service.submit(asked, interval=interval, alone=alone, at_once=at_once)
                 held.turns.append(turn)  # must hold those begun
         except BaseException:  # also when cancelled, and raised again
             held.leave()
