@@ -14,6 +14,17 @@ from typing import Any, TypeVar
 
 Made = TypeVar("Made")
 
+PRIVATE_NAMES = ("_enter_task", "_leave_task")
+"""What asyncio keeps for loops, and its own eager tasks use."""
+
+
+def lacking() -> list[str]:
+    """Names of ``PRIVATE_NAMES`` that this asyncio has not: first steps are then taken later."""
+    return [name for name in PRIVATE_NAMES if not hasattr(asyncio.tasks, name)]
+
+
+_AT_ONCE = not lacking()
+
 
 class BegunTask(Coroutine[Any, Any, Made]):
     """A coroutine whose first step is taken by ``begin``; its task goes on from there by itself.
@@ -42,6 +53,8 @@ class BegunTask(Coroutine[Any, Any, Made]):
 
     def begin(self) -> None:
         """Take the first step; what it raises or returns is the task's."""
+        if not _AT_ONCE:
+            return
         loop, task, outer = self._loop, self.task, asyncio.current_task()
         if outer is not None:
             asyncio.tasks._leave_task(loop, outer)  # noqa: SLF001  # as asyncio's own begin
@@ -66,10 +79,16 @@ class BegunTask(Coroutine[Any, Any, Made]):
         return given
 
     def throw(self, *error: Any) -> Any:  # noqa: ANN401  # as a coroutine's
-        """The same with an error; who has ended in the first step has ended."""
-        self._taken = False
+        """The same with an error; who has ended in the first step has ended.
+
+        Of a task that is cancelled what it waits for is cancelled, and it hears of it from there.
+        """
+        given, self._taken, self._given = self._given, False, None
         if self._ended is not None:
             raise self._ended
+        cancelled = isinstance(error[0], asyncio.CancelledError)
+        if cancelled and isinstance(given, asyncio.Future) and given.cancel():
+            return given
         return self._coroutine.throw(*error)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rose_router import begun as begun_module
 from rose_router.begun import BegunTask
 
 SAID: ContextVar[str] = ContextVar("SAID", default="nothing")
@@ -112,3 +113,51 @@ async def test_who_has_ended_in_its_first_step_is_not_cancelled_any_more() -> No
     task = begun(done())
     task.cancel()
     assert await task == "done"
+
+
+async def test_what_is_awaited_is_cancelled_with_a_task_that_has_not_looked_yet() -> None:
+    heard = list[str]()
+
+    async def inner() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)
+            heard.append("inner")
+            raise
+
+    async def outer() -> None:
+        try:
+            await asyncio.create_task(inner())
+        finally:
+            heard.append("outer")
+
+    task = begun(outer())
+    await asyncio.sleep(0)
+    again = begun(outer())
+    again.cancel()
+    task.cancel()
+    await asyncio.wait({task, again})
+    assert task.cancelled()
+    assert again.cancelled()
+    assert heard.count("outer") == 2
+    assert "inner" in heard
+
+
+async def test_an_asyncio_without_its_private_names_takes_the_first_step_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert begun_module.lacking() == []
+    monkeypatch.setattr(begun_module, "PRIVATE_NAMES", ("_no_such_name",))
+    assert begun_module.lacking() == ["_no_such_name"]
+    monkeypatch.setattr(begun_module, "_AT_ONCE", False)
+    steps = list[int]()
+
+    async def step() -> str:
+        steps.append(1)
+        await asyncio.sleep(0)
+        return "end"
+
+    task = begun(step())
+    assert steps == []
+    assert await task == "end"

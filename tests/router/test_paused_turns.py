@@ -99,8 +99,9 @@ async def test_a_turn_that_ends_as_it_is_to_move_gives_back_all_that_was_kept_fo
     first, second = SimEngine("a", stop_at=8, linger=100), SimEngine("b", stop_at=8, linger=100)
     async with world(first, second) as w:
         turn = w.ask(20, session="first", job="team")
-        await until(lambda: turn.leg is not None and turn.leg.finish is not None)
+        await started(turn)
         left = where(w, turn)
+        await until(lambda: turn.is_over)
         w.gate(left, is_open=False)
         await over(turn)
         assert not turn.moves

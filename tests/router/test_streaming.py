@@ -19,6 +19,7 @@ from rose_router import metrics
 from rose_router.engines.fleet import Signal
 from rose_router.http.replies import parts, streaming
 from rose_router.listener import ConnectionLimits
+from rose_router.turns.service import Service
 from tests.router.conftest import Stage
 from tests.router.test_connections import END, HEAD, asked, engine
 
@@ -169,6 +170,25 @@ async def test_the_last_token_comes_with_the_end_and_not_twice(stage: Make) -> N
     *before, last = [(one["completion_tokens"], one["finish_reason"]) for one in told]
     assert last == (6, {"type": "length", "length": 6})
     assert all(count < 6 and finish is None for count, finish in before)
+
+
+@pytest.mark.parametrize(("answers", "at_once"), [(1, True), (2, False)])
+async def test_a_turn_alone_in_its_request_begins_at_once(
+    stage: Make, monkeypatch: pytest.MonkeyPatch, answers: int, at_once: bool
+) -> None:
+    begun, submit = list[object](), Service.submit
+
+    def noting(self: Service, *given: Any, **how: Any) -> Any:  # noqa: ANN401  # as the method's
+        begun.append(how["at_once"])
+        return submit(self, *given, **how)
+
+    monkeypatch.setattr(Service, "submit", noting)
+    async with stage() as s:
+        await s.engine()
+        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2, "n": answers}}
+        async with s.post("/generate", body) as reply:
+            assert reply.status == 200
+    assert begun == [at_once] * answers
 
 
 async def test_a_caller_by_tls_is_written_to_by_its_transport() -> None:

@@ -261,6 +261,57 @@ async def test_a_long_pause_moves_the_turn_and_the_old_leg_is_aborted_before_new
         assert engine.aborted == [rid]
 
 
+async def test_a_turns_end_is_told_when_its_last_event_comes_and_noted_after_that() -> None:
+    async with world(SimEngine("a", stop_at=8, linger=100)) as w:
+        turn = w.ask(20)
+        told = list[tuple[bool, bool]]()
+
+        def tell() -> bool:
+            told.append((turn.is_over, turn in list(w.service.ledger)))
+            return True
+
+        telling = asyncio.create_task(turn.changed.wait(tell))
+        await until(lambda: turn.is_over)
+        assert told[-1] == (True, True)
+        assert [over for over, _ in told].count(True) == 1
+        await until(lambda: turn.ended_event.has_come)
+        assert turn not in list(w.service.ledger)
+        telling.cancel()
+
+
+@pytest.mark.parametrize("what", ["cancelled", "reset", "reset alone"])
+async def test_what_comes_behind_the_end_changes_nothing_of_it(what: str) -> None:
+    async with world(SimEngine("a", stop_at=8, linger=100)) as w:
+        (engine,) = w.engines.values()
+        turn = w.ask(20)
+        await until(lambda: turn.is_over)
+        finish, asked = turn.finish, len(engine.seen)
+        if what == "cancelled":
+            assert turn.task is not None
+            turn.task.cancel()
+        else:
+            engine.alive = False
+        if what == "reset alone":
+            turn.record.saw_death("b", suspected=True, held=0)
+        await until(lambda: turn.ended_event.has_come)
+        assert turn.finish == finish == {"type": "stop", "matched": turn.transcript.tokens[-1]}
+        assert turn.error is None
+        assert not turn.moves
+        assert len(engine.seen) == asked, "nobody asks whether it still answers"
+        judge(turn)
+
+
+async def test_a_duplicate_between_a_turns_end_and_its_tasks_has_the_same_answer() -> None:
+    async with world(SimEngine("a", stop_at=8, linger=100)) as w:
+        asked = TurnRequest("own", (1,), {"max_new_tokens": 20}, own_rid=True)
+        turn = w.service.submit(asked)
+        await until(lambda: turn.is_over)
+        assert w.service.submit(asked) is turn
+        await until(lambda: turn.ended_event.has_come)
+        assert turn.finish is not None
+        assert turn.finish["type"] == "stop"
+
+
 async def test_an_engine_is_asked_before_anything_else_is_done() -> None:
     async with world(SimEngine("a")) as w:
         asked = [TurnRequest(f"r{n}", (n,), {"max_new_tokens": 4}) for n in (1, 2)]
@@ -268,7 +319,7 @@ async def test_an_engine_is_asked_before_anything_else_is_done() -> None:
         later = w.service.submit(asked[0])
         assert not engine.seen
         turn = w.service.submit(asked[1], at_once=True)
-        assert [one["input_ids"] for one in engine.seen] == [[2]]
+        assert [list(one["input_ids"]) for one in engine.seen] == [[2]]
         for one in (later, turn):
             await over(one)
             judge_whole(one)

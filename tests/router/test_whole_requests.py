@@ -153,7 +153,7 @@ class Written(asyncio.Transport):
         return False
 
     def close(self) -> None:
-        """It is the test's."""
+        """Stay open: what was written is read afterwards."""
 
 
 async def test_the_first_request_is_not_kept_waiting_for_aiohttps_task() -> None:

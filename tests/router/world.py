@@ -132,6 +132,12 @@ class SimEngine:
             adapters=tuple(AdapterVersion(run, own, "d") for run, own in self.adapters.items()),
         )
 
+    async def stay(self) -> None:
+        """Stay on a connection behind the last event; who dies meanwhile resets it."""
+        await asyncio.sleep(self.linger)
+        if self.linger and not self.alive:
+            raise LegLost("connection reset")
+
     def event(self, run: Run) -> StreamEvent:
         count = len(run.ids)
         start = run.shown if self.incremental else 0
@@ -196,7 +202,7 @@ class SimClient:
                 if len(run.ids) == engine.stop_at:
                     run.finish = {"type": "stop", "matched": run.ids[-1]}
             yield engine.event(run)
-        await asyncio.sleep(engine.linger)
+        await engine.stay()
 
     async def abort(self, target: Target, rid: str) -> bool:
         engine = self._engines[target.url.removeprefix("sim://")]
@@ -276,9 +282,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def over(turn: Turn) -> Turn:
-    """Wait until the turn has ended."""
-    while not turn.is_over:
-        await turn.changed.wait()
+    """Wait until the turn has ended, and all that follows from it is done."""
+    await turn.ended_event.wait()
     return turn
 
 

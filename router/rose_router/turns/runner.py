@@ -234,6 +234,8 @@ class TurnRunner:
         self, turn: Turn, engine: Engine, leg: Leg, error: BrokenStream | LegLost
     ) -> MoveReason:
         """Whose fault it is that reading the leg ended early."""
+        if turn.is_over:
+            return MoveReason.LOST  # behind its end, which its caller has: nobody's fault
         LOG.info("leg %s on %s: %s", leg.rid, engine.name, error)
         if isinstance(error, LegLost):
             if error.refused:
@@ -416,7 +418,9 @@ class TurnRunner:
 
     def _fail(self, turn: Turn, error: Exception) -> None:
         """An error before the first token, a typed abort with what is held after it."""
-        if turn.held:
+        if turn.is_over:
+            LOG.info("turn %s had ended before: %s", turn.request.rid, error)
+        elif turn.held:
             reason = error.reason if isinstance(error, RouterError) else type(error).__name__
             status = error.status if isinstance(error, RouterError) else 400
             self._abort(turn, reason, str(error), status)
