@@ -24,7 +24,9 @@ TOKENS = "rose-gpu.dev/slots"
 @pytest.fixture
 def team(node: Node) -> Iterator[Node]:
     """A namespace with a lease of no size, and a node that has tokens."""
-    node.kubectl("apply", *(f"--filename={path}" for path in (ROOT / "crds").glob("*.yaml")))
+    kinds = [f"--filename={path}" for path in (ROOT / "crds").glob("*.yaml")]
+    had_kinds = node.kubectl("get", "crd", "rolloutleases.rose-gpu.dev", "--ignore-not-found")
+    node.kubectl("apply", *kinds)
     wait_until_established(node.kubectl, "crd/rolloutleases.rose-gpu.dev")
     wait_until(
         lambda: not has_namespace(node), "an earlier run's namespace is gone", seconds=SECONDS
@@ -35,6 +37,8 @@ def team(node: Node) -> Iterator[Node]:
     give_tokens(node, 8)
     yield node
     node.kubectl("delete", "namespace", "research", "--wait=false")
+    if not had_kinds:  # Helm installs no chart over kinds that are not its own.
+        node.kubectl("delete", *kinds)
 
 
 def has_namespace(node: Node) -> bool:
