@@ -19,6 +19,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from rose_dev import cgroups
 from rose_dev.control_plane import ControlPlane
 from rose_dev.errors import DevelopmentError, NotSupported
 from rose_dev.gpu_node.starting import profile_of
@@ -70,6 +71,7 @@ class NodeSession:
             self.node.up(gpus=wanted)
             self._up = wanted
         if self.ours:
+            cgroups.prefer(self.node.place.seat.cgroup)
             self._owner.write_text(f"tests, process {os.getpid()}\n")
         return self.node
 

@@ -142,11 +142,13 @@ def fake_hierarchy(root: Path, name: str, state: str) -> Path:
     return child
 
 
-def test_pods_have_more_weight_than_what_computes_beside_the_node(tmp_path: Path) -> None:
+def test_pods_of_tests_have_more_weight_than_what_computes_beside_the_node(tmp_path: Path) -> None:
     shares = fake_hierarchy(tmp_path, "cpu", "").parent / "cpu.shares"
     shares.write_text("1024\n")
     others = fake_hierarchy(tmp_path, "pids", "").parent
     cgroups.make("rose-dev", tmp_path)
+    assert int(shares.read_text()) == 1024
+    cgroups.prefer("rose-dev", tmp_path)
     assert int(shares.read_text()) > 1024
     assert not (others / "cpu.shares").exists()
 
