@@ -351,7 +351,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=[one.value for one in Regime],
         metavar="REGIME",
-        help="instead of the study's; fixed, which all are compared with, runs as well",
+        help="instead of the study's; fixed, which all are compared with, runs as well, but of"
+        " fleets where it is named",
     )
     made.add_argument(
         "--loads",

@@ -395,8 +395,8 @@ class TurnHandlers:
             room.resize(held_by(ask.turns))
         service.admit(ask.turns)
         interval = 1 if ask.stream else service.settings.interval
-        single = len(ask.turns) == 1
-        alone, at_once = single and not ask.stream, single
+        at_once = len(ask.turns) == 1
+        alone = at_once and not ask.stream
         held = HeldTurns(service)
         try:
             for one in ask.turns:
