@@ -105,8 +105,8 @@ class Mover:
 def parser() -> argparse.ArgumentParser:
     """The knobs."""
     made = argparse.ArgumentParser(prog="python -m bench.keys", description=__doc__)
-    made.add_argument("--rounds", type=flags.count, default=8)
-    made.add_argument("--pages", type=flags.count, default=64, help="of a round, 2 MiB each")
+    made.add_argument("--rounds", type=flags.one_or_more, default=8)
+    made.add_argument("--pages", type=flags.one_or_more, default=64, help="of a round, 2 MiB each")
     return made
 
 
