@@ -327,6 +327,8 @@ def _sglang(events: list[dict[str, Any]]) -> Answer:
 
 
 def _pieces(events: list[dict[str, Any]]) -> Answer:
+    if "error" in events[-1]:
+        events.pop()  # beside the last choice, too
     choices = [event["choices"][0] for event in events]
     _once([choice["finish_reason"] for choice in choices])
     tokens = [token for choice in choices for token in choice["token_ids"]]
@@ -336,4 +338,6 @@ def _pieces(events: list[dict[str, Any]]) -> Answer:
         openai = found.get("token_logprobs")
         logprobs += [one["logprob"] for one in found["content"]] if openai is None else openai
     last = choices[-1]
+    abort = last["rose"].get("abort", {})
+    raise_if_suspected(abort.get("err_type"), abort.get("message"), failed=False)
     return Answer(tokens, logprobs, last["weight_versions"], last["finish_reason"], last["rose"])

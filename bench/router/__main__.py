@@ -38,9 +38,11 @@ from rose_core.stats import paired_ratio, quantile
 
 _ADDED_MS: Mapping[int, float | None] = {50: 1.0, 99: 3.0}
 _ADDED_MS_LONG: Mapping[int, float | None] = {50: None, 99: 30.0}
+_NO_AIMS: Mapping[int, float | None] = {50: None, 99: None}
 _LONG_TOKEN_SECONDS = 0.02
 _LIKE_OURS = "aiohttp"
 _BARE = f"deciding nothing, {_LIKE_OURS}"
+_DIRECT_TLS = "direct by TLS"
 _TWO_BARE = f"two {_BARE}"
 """What two processes cost each other that share nothing but the machine: neither knows of another,
 as the two routers do not."""
@@ -67,7 +69,7 @@ class Result:
 
 
 async def turns(
-    url: str,
+    route: Route,
     *,
     count: int,
     at_once: int,
@@ -77,6 +79,8 @@ async def turns(
     spread: float = 0.0,
 ) -> Result:
     """Ask for ``count`` turns, ``at_once`` at a time, callers starting over ``spread`` seconds.
+
+    By TLS all have shaken hands before, as a router has with its engines.
 
     Raises:
         RuntimeError: a turn came back short or refused.
@@ -99,19 +103,26 @@ async def turns(
         for _ in left:
             began = time.perf_counter()
             data = b""
-            async with http.post(f"{url}/generate", data=body) as reply:
+            async with http.post(f"{route.url}/generate", data=body) as reply:
                 async for chunk in reply.content.iter_any():
                     if stream and not data:
                         first.append(time.perf_counter() - began)
                     data = (data + chunk)[-65536:]
                 if reply.status != 200 or last_id not in data:
-                    message = f"{url}: HTTP {reply.status}: {data[-300:]!r}"
+                    message = f"{route.url}: HTTP {reply.status}: {data[-300:]!r}"
                     raise RuntimeError(message)
             seconds.append(time.perf_counter() - began)
 
-    connector = aiohttp.TCPConnector(limit=0)
+    async def shake_hands(http: aiohttp.ClientSession) -> None:
+        async with http.get(f"{route.url}/health") as reply:
+            await reply.read()
+
+    tls = aiohttp.Fingerprint(bytes.fromhex(route.pin)) if route.pin else True
+    connector = aiohttp.TCPConnector(limit=0, ssl=tls)
     headers = {"Content-Type": "application/json"}
     async with aiohttp.ClientSession(connector=connector, headers=headers) as http:
+        if route.pin:
+            await asyncio.gather(*(shake_hands(http) for _ in range(at_once)))
         began = time.perf_counter()
         delays = [spread * number / at_once for number in range(at_once)]
         await asyncio.gather(*(caller(http, delay) for delay in delays))
@@ -163,6 +174,8 @@ async def _routes(
     engine = stack.enter_context(stub(token_seconds, cumulative=given.cumulative))
     pinned = stack.enter_context(stub(token_seconds, cumulative=given.cumulative, tls=True))
     routes = {"direct": Route(engine.url)}
+    if token_seconds:
+        routes[_DIRECT_TLS] = Route(pinned.url, pin=pinned.pin)
     routes["rose"] = await stack.enter_async_context(_ours(pinned, given))
     routes["rose, plain text"] = await stack.enter_async_context(_ours(engine, given))
     if has_sglang_router(given.sglang_router_python):
@@ -225,7 +238,7 @@ async def _at_once(routes: Sequence[Route], given: argparse.Namespace) -> tuple[
     results = await asyncio.gather(
         *(
             turns(
-                route.url,
+                route,
                 count=given.turns,
                 at_once=32,
                 tokens=8,
@@ -286,7 +299,7 @@ async def memory(given: argparse.Namespace) -> list[Figure]:
         before = router.resident_bytes()
         asked = asyncio.create_task(
             turns(
-                router.url,
+                router,
                 count=count,
                 at_once=count,
                 tokens=given.long_tokens,
@@ -320,7 +333,7 @@ async def latency(given: argparse.Namespace) -> list[Figure]:
         for _ in range(given.stream_rounds):
             for name, route in routes.items():
                 result = await turns(
-                    route.url,
+                    route,
                     count=given.streams * 2,
                     at_once=given.streams,
                     tokens=given.stream_tokens,
@@ -330,6 +343,8 @@ async def latency(given: argparse.Namespace) -> list[Figure]:
                 )
                 found[name].append(result)
     rows = [row for name in routes for row in _against(name, found[name], found["direct"])]
+    # Of what is added by TLS the engine's own TLS is a part, whoever asks the engine.
+    rows += _against("rose", found["rose"], found[_DIRECT_TLS], to=_DIRECT_TLS, most=_NO_AIMS)
     return rows + _beside(found) if "sglang-router" in found else rows
 
 
@@ -344,7 +359,7 @@ async def long_prompts(given: argparse.Namespace) -> list[Figure]:
         for _ in range(given.stream_rounds):
             for name, route in routes.items():
                 result = await turns(
-                    *(route.url,), count=count, at_once=2, tokens=4, prompt=prompt, stream=True
+                    *(route,), count=count, at_once=2, tokens=4, prompt=prompt, stream=True
                 )
                 found[name].append(result)
     base, prefix = found.pop("direct"), f"prompts of {prompt} tokens: "
@@ -374,6 +389,7 @@ def _against(
     base: list[Result],
     *,
     prefix: str = "",
+    to: str = "",
     most: Mapping[int, float | None] = _ADDED_MS,
     parts: Sequence[tuple[str, Callable[[Result], list[float]]]] = _PARTS,
 ) -> list[Figure]:
@@ -384,6 +400,7 @@ def _against(
         results: of its rounds.
         base: of the route that they are compared with, which may be the same.
         prefix: of the figures' names.
+        to: name of the other route, where it is none without a router in plain text.
         most: what ``rose`` may add in ms, by percentile.
         parts: of a turn, with their times.
     """
@@ -395,7 +412,7 @@ def _against(
                 without = (quantile(of(one), percent / 100) for one in base)
                 values = [with_ - alone for with_, alone in zip(values, without, strict=True)]
             word = "" if results is base else "added "
-            title = f"{prefix}{word}{what} p{percent}, {name}"
+            title = f"{prefix}{word}{what} p{percent}, {name}{f' to {to}' if to else ''}"
             held = aim if name == "rose" else None
             figures.append(figure(title, 1000 * statistics.median(values), "ms", at_most=held))
     return figures

@@ -28,10 +28,15 @@ _SECRET = "bench"  # noqa: S105  # the bearer token between our own children
 
 @dataclass(frozen=True)
 class Route:
-    """A way to the engine: its URL, and the process in between (0 = none)."""
+    """A way to the engine: its URL, and the process in between (0 = none).
+
+    Attributes:
+        pin: SHA-256 of its certificate in hex; empty = it is spoken to in plain text.
+    """
 
     url: str
     pid: int = 0
+    pin: str = ""
 
     def cpu_seconds(self) -> float:
         """Processor time that the process has used; to the nanosecond where the kernel says."""

@@ -28,7 +28,7 @@ from rose_router.engines.fleet import Clock, Engine, Fleet, LiveLeg
 from rose_router.errors import EngineRefused, LegLost, RouterError, TurnLost, Unprocessable
 from rose_router.turns.sessions import Home
 from rose_router.turns.state import RouterParts
-from rose_router.turns.turn import Turn, TurnMove, TurnState
+from rose_router.turns.turn import Turn, TurnMove, TurnState, abort_of
 from rose_router.turns.turn_queue import PausedTurn
 
 LOG = logging.getLogger(__name__)
@@ -402,28 +402,22 @@ class TurnRunner:
         if finish["type"] == "length":  # the engine counted its own leg only
             turn.finish = {**finish, "length": len(turn.transcript.tokens)}
 
-    @staticmethod
-    def _abort(turn: Turn, err_type: str, message: str, status: int | None = None) -> None:
-        turn.state = _DONE
-        turn.finish = {
-            "type": "abort",
-            "message": message,
-            "status_code": status,
-            "err_type": err_type,
-        }
-
     def _abort_cancelled(self, turn: Turn) -> None:
         if not turn.is_over:  # else its end came just before
-            self._abort(turn, "Aborted", turn.abort_message or "the caller hung up")
+            turn.state = _DONE
+            turn.finish = {
+                "type": "abort",
+                "message": turn.abort_message or "the caller hung up",
+                "status_code": turn.abort_status,
+                "err_type": "Aborted",
+            }
 
     def _fail(self, turn: Turn, error: Exception) -> None:
         """An error before the first token, a typed abort with what is held after it."""
         if turn.is_over:
             LOG.info("turn %s had ended before: %s", turn.request.rid, error)
         elif turn.held:
-            reason = error.reason if isinstance(error, RouterError) else type(error).__name__
-            status = error.status if isinstance(error, RouterError) else 400
-            self._abort(turn, reason, str(error), status)
+            turn.state, turn.finish = _DONE, abort_of(error)
         else:
             turn.state, turn.error = _FAILED, error
 

@@ -28,7 +28,7 @@ from rose_router.begun import BegunTask
 from rose_router.config import Settings
 from rose_router.engines.engine_client import EngineClient
 from rose_router.engines.fleet import Clock
-from rose_router.errors import BadRequest, Conflict, draining
+from rose_router.errors import BadRequest, Conflict, Overloaded, draining
 from rose_router.turns.drafting import Drafter, Send
 from rose_router.turns.request import TurnRequest
 from rose_router.turns.runner import TurnRunner
@@ -135,6 +135,7 @@ class Service:
         """End every turn with a typed abort and stop."""
         turns = list(self.ledger)
         for turn in turns:
+            turn.abort_status = Overloaded.status  # its caller has not asked for it
             self._end(turn, "the router stops")
         await asyncio.gather(*(turn.ended_event.wait() for turn in turns))
         for loop in self.loops:

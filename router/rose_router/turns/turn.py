@@ -26,6 +26,7 @@ from rose_core.rollouts.transcripts.detokenize import IncrementalDetokenizer
 from rose_core.rollouts.transcripts.spans import TokenSpan, covers, cut, joined, shifted
 from rose_core.rollouts.transcripts.transcript import Leg, Transcript
 from rose_router.engines.fleet import Engine, LiveLeg, Signal
+from rose_router.errors import RouterError
 from rose_router.turns.request import TurnRequest
 
 
@@ -130,6 +131,8 @@ class Turn(msgspec.Struct, eq=False):
         listeners: callers waiting for it; when the last one leaves, it is aborted.
         abandoned: the last one left before its end.
         cancelled: its task was, since somebody ended it.
+        abort_message: why.
+        abort_status: the same as an error's, where nobody asked for its end.
         reserved: where a place is kept for it, since it is to leave a closed gate, and the view
             that its job was charged by.
         task: runs it; its caller's where nobody else can listen, up to its end.
@@ -162,6 +165,7 @@ class Turn(msgspec.Struct, eq=False):
     abandoned: bool = False
     reserved: tuple[Engine, TurnView] | None = None
     abort_message: str = ""
+    abort_status: int | None = None
     cancelled: bool = False
     changed: Signal = msgspec.field(default_factory=Signal)
     ended_event: TurnEnd = msgspec.field(default_factory=TurnEnd)
@@ -277,9 +281,12 @@ class Turn(msgspec.Struct, eq=False):
 def typed_abort(turn: Turn) -> None:
     """A turn that failed beside others that did not: an abort that says so, never just empty."""
     if turn.state is _FAILED and turn.finish is None:
-        turn.finish = {
-            "type": "abort",
-            "message": str(turn.error),
-            "status_code": 503,
-            "err_type": type(turn.error).__name__,
-        }
+        turn.finish = abort_of(turn.error or RuntimeError("the turn failed without saying why"))
+
+
+def abort_of(error: Exception) -> dict[str, Any]:
+    """An error as SGLang's finish reason of a turn that ended by it."""
+    status, reason = 400, type(error).__name__
+    if isinstance(error, RouterError):
+        status, reason = error.status, error.reason
+    return {"type": "abort", "message": str(error), "status_code": status, "err_type": reason}

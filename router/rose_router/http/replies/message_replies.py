@@ -52,7 +52,7 @@ class MessageReplies:
         """The whole answer.
 
         Raises:
-            TurnLost: the turn was cut short; asking again is right.
+            RouterError: the turn was cut short; its status says whether asking again is right.
         """
         if (lost := cut_short(self._turn)) is not None:
             raise lost

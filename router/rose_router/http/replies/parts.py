@@ -16,7 +16,7 @@ from rose_core.rollouts.requests.stops import sure, trimmed
 from rose_core.rollouts.transcripts.detokenize import IncrementalDetokenizer
 from rose_core.rollouts.transcripts.spans import Kv, TokenSpan
 from rose_core.rollouts.transcripts.transcript import PER_TOKEN
-from rose_router.errors import TurnLost
+from rose_router.errors import BadRequest, RouterError, TurnLost, Unprocessable
 from rose_router.http.conversations.history import EXPERTS, routing_of
 from rose_router.http.dialects.terms import ParsedRequest
 from rose_router.http.tokenizer.tokenization import Tokenizer
@@ -73,14 +73,41 @@ def rose_json(turn: Turn, spans: Sequence[TokenSpan]) -> dict[str, Any]:
     }
 
 
-def cut_short(turn: Turn) -> TurnLost | None:
+def rose_with_abort(turn: Turn, spans: Sequence[TokenSpan]) -> dict[str, Any]:
+    """The same for dialects whose finish reason is a word: why a turn was cut short stands here."""
+    rose = rose_json(turn, spans)
+    if (finish := turn.finish) is not None and finish["type"] == "abort":
+        rose["abort"] = {name: finish.get(name) for name in ("message", "status_code", "err_type")}
+    return rose
+
+
+def stream_error(turns: Sequence[Turn]) -> dict[str, Any] | None:
+    """Why a stream of OpenAI's or vLLM's dialect ends, as SGLang says it behind what was shown.
+
+    ``None``: an answer came to its end, or somebody asked for the abort: that is no error.
+    """
+    for turn in turns:
+        finish = turn.finish or _NOTHING
+        if finish.get("type") != "abort" or finish.get("status_code") is None:
+            return None
+    failed = turns[0].finish or _NOTHING
+    error = {"object": "error", "message": failed.get("message"), "type": failed.get("err_type")}
+    return {"error": {**error, "param": None, "code": failed["status_code"]}}
+
+
+def cut_short(turn: Turn) -> RouterError | None:
     """A turn that was cut short, as an error: a harness cannot tell it from an answer."""
     typed_abort(turn)
-    finish = turn.finish or {}
+    finish = turn.finish or _NOTHING
     if finish.get("type") != "abort":
         return None
-    message = f"the turn was cut short ({finish.get('message', 'aborted')}); ask again"
-    return TurnLost("Aborted", message, retry_after=1)
+    status, reason = finish.get("status_code"), finish.get("err_type") or "Aborted"
+    message = finish.get("message", "aborted")
+    if status == BadRequest.status:
+        return BadRequest(reason, message)
+    if status == Unprocessable.status:
+        return Unprocessable(reason, message)
+    return TurnLost(reason, f"the turn was cut short ({message}); ask again", retry_after=1)
 
 
 def conversation_json(
@@ -98,7 +125,7 @@ def conversation_json(
         shown: what may be shown of it, where it is known already.
     """
     shown = shown or turn.shown()
-    rose = rose_json(turn, shown.spans)
+    rose = rose_with_abort(turn, shown.spans)
     if ask.conversation is not None:
         rose["history"] = ask.conversation.as_json
         # By its messages, a session without a key is its first turn.
@@ -274,7 +301,7 @@ def openai_choice(
         "token_ids": ids,
         "response_token_ids": ids,
         "weight_versions": spans_json(shown.spans, turn.labels),
-        "rose": rose_json(turn, shown.spans),
+        "rose": rose_with_abort(turn, shown.spans),
     }
     if not since:
         choice["prompt_token_ids"] = list(turn.request.prompt)
@@ -291,7 +318,7 @@ def vllm_choice(turn: Turn, index: int, since: int = 0) -> dict[str, Any]:
         "stop_reason": stop_reason(turn.finish),
         "logprobs": token_logprobs(shown, since),
         "weight_versions": spans_json(shown.spans, turn.labels),
-        "rose": rose_json(turn, shown.spans),
+        "rose": rose_with_abort(turn, shown.spans),
     }
 
 

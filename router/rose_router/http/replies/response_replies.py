@@ -73,7 +73,7 @@ class ResponseReplies:
         """The whole answer.
 
         Raises:
-            TurnLost: the turn was cut short; asking again is right.
+            RouterError: the turn was cut short; its status says whether asking again is right.
         """
         if (lost := cut_short(self._turn)) is not None:
             raise lost
@@ -118,7 +118,9 @@ class ResponseReplies:
     def _last(self, place: int) -> Iterator[Event]:
         output = self._reader.read()
         if (lost := cut_short(self._turn)) is not None:
-            error = {"code": "server_error", "message": str(lost)}
+            # Clients ask again after a server's error, and not after the other.
+            code = "server_error" if lost.status >= 500 else "invalid_prompt"
+            error = {"code": code, "message": str(lost)}
             failed = self._response("failed", self._items(output)) | {"error": error}
             yield self._event("response.failed", response=failed)
             return

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,7 +238,7 @@ class MergedStream:
         self,
         request: web.Request,
         voices: Sequence[tuple[Turn, Events]],
-        last: Callable[[], list[object]],
+        last: Callable[[], Iterable[object]],
     ) -> None:
         self._request, self._voices, self._last = request, voices, last
         self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

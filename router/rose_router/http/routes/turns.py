@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -439,11 +439,11 @@ class TurnHandlers:
         turns = [turn for turn, _ in voices]
         if len(voices) == 1:
             ((turn, events),) = voices
-            return await self._stream(request, turn, lambda _: _with_last_event(events, counted))
+            told = _with_last_events(events, turns, counted)
+            return await self._stream(request, turn, lambda _: told)
         await _wait_any_begun(turns)
         _raise_if_all_failed(turns)
-        last = [counted] if counted is not None else []
-        return await MergedStream(request, voices, lambda: [one() for one in last]).run()
+        return await MergedStream(request, voices, partial(_last_events, turns, counted)).run()
 
     def _json(self, body: object) -> JsonReply:
         return JsonReply(_encode(body))
@@ -518,6 +518,7 @@ def _vllm_events(turn: Turn) -> Events:
         choice = parts.vllm_choice(turn, 0, tokens)
         tokens += len(choice["token_ids"])
         yield {"request_id": turn.request.rid, "choices": [choice]}
+    yield from _last_events([turn], None)
 
 
 def _vllm_answer(turns: list[Turn]) -> dict[str, Any]:
@@ -557,10 +558,21 @@ async def _wait_any_begun(turns: list[Turn]) -> None:
             task.cancel()
 
 
-def _with_last_event(events: Events, last: Callable[[], dict[str, Any]] | None) -> Events:
+def _with_last_events(
+    events: Events, turns: list[Turn], counted: Callable[[], dict[str, Any]] | None
+) -> Events:
     yield from events
-    if last is not None:
-        yield last()
+    yield from _last_events(turns, counted)
+
+
+def _last_events(
+    turns: list[Turn], counted: Callable[[], dict[str, Any]] | None
+) -> Iterator[dict[str, Any]]:
+    """What follows the answers: what they took, and why none of them is whole."""
+    if counted is not None:
+        yield counted()
+    if (error := parts.stream_error(turns)) is not None:
+        yield error
 
 
 def _raise_if_all_failed(turns: list[Turn]) -> None:
