@@ -13,7 +13,7 @@ from enum import StrEnum
 import msgspec
 
 from rose_core.host_reasons import HostReason
-from rose_core.identity import GpuUuid, PodUid, SlotKey
+from rose_core.identity import GpuUuid, LeaseUid, PodUid, SlotKey
 from rose_core.wire.routing import AdapterVersion
 from rose_core.wire.sync import EngineSpec, NodeModel, WeightSource
 
@@ -50,6 +50,7 @@ class EnsureEngine(msgspec.Struct, frozen=True):
         lendable_bytes: device memory that may be lent there; None = unknown.
         lendable_text: that sum in figures, for people; empty = nobody has worked it out.
         lease: whose engine it is, ``namespace/name``.
+        lease_uid: a lease that is made anew under its name has another; empty = not told.
         kv_secret: by which pages of the lease's keys are sealed in other nodes' memory; empty =
             they do not leave this node.
     """
@@ -65,6 +66,7 @@ class EnsureEngine(msgspec.Struct, frozen=True):
     lendable_text: str = ""
     lease: str = ""
     kv_secret: str = ""
+    lease_uid: LeaseUid = LeaseUid("")
 
 
 class StopEngine(msgspec.Struct, frozen=True):

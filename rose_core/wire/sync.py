@@ -12,7 +12,7 @@ from enum import StrEnum
 import msgspec
 
 from rose_core.devices.memory import MemorySum
-from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey
+from rose_core.identity import GpuUuid, GrantKey, LeaseUid, PodUid, SlotKey
 from rose_core.wire.routing import AdapterVersion
 
 
@@ -374,6 +374,7 @@ class Grant(msgspec.Struct, frozen=True):
         router: ``host:port`` where the agent attaches the slot's engine (``routing``).
         proof: by what the two know each other.
         whole: serving is put to sleep first.
+        lease_uid: a lease that is made anew under its name has another; empty = not told.
     """
 
     key: GrantKey
@@ -390,6 +391,7 @@ class Grant(msgspec.Struct, frozen=True):
     max_concurrent_turns: int = 8
     whole: bool = False
     proof: RouterProof = RouterProof()
+    lease_uid: LeaseUid = LeaseUid("")
 
 
 MOST_MODELS = 64

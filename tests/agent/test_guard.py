@@ -646,7 +646,14 @@ async def test_a_lease_with_a_store_of_keys_has_a_secret_for_those_that_leave_th
 ) -> None:
     slot = guard[0].slots[KEY.uid]
     kept = msgspec.structs.replace(GRANT.engine, kv_store_bytes=1 << 30)
-    known = msgspec.structs.replace(GRANT, engine=kept, proof=RouterProof("token of the lease"))
-    assert slot._order(known).kv_secret == pool_secret("token of the lease") != ""
+    known = msgspec.structs.replace(
+        GRANT, engine=kept, proof=RouterProof("token of the lease"), lease_uid="uid-1"
+    )
+    order = slot._order(known)
+    assert order.kv_secret == pool_secret("token of the lease", "uid-1") != ""
+    assert order.lease_uid == "uid-1"
+    anew = msgspec.structs.replace(known, lease_uid="uid-2")  # under the same name
+    assert slot._order(anew).kv_secret not in {"", order.kv_secret}
+    assert slot._order(msgspec.structs.replace(known, lease_uid="")).kv_secret == ""
     assert slot._order(msgspec.structs.replace(known, proof=RouterProof())).kv_secret == ""
     assert slot._order(msgspec.structs.replace(known, engine=GRANT.engine)).kv_secret == ""

@@ -22,13 +22,20 @@ from rose_core.rollouts.engines.kv_store import (
 )
 from rose_dev.waiting import wait_until
 from rose_engines.kv.pages import PageFolder
-from rose_engines.kv.pool import GRACE_SECONDS, REST_SECONDS, WAITING, KvPool, PoolTurn
+from rose_engines.kv.pool import (
+    GRACE_SECONDS,
+    REST_SECONDS,
+    WAITING,
+    WRITTEN_AT_ONCE,
+    KvPool,
+    PoolTurn,
+)
 from rose_engines.kv.pool_process import AT_ONCE, Mover, PoolSetup, checksum
 from rose_engines.kv.seal import SEAL_BYTES, Seal
 from rose_engines.sglang.kv_store import PrefillRate
 
 PAGE = bytes(range(256)) * 4
-ONE, OTHER = pool_secret("token of a lease"), pool_secret("token of another")
+ONE, OTHER = pool_secret("token of a lease", "uid-1"), pool_secret("token of another", "uid-2")
 SLOW = 0.01  # seconds a token: a pull may take long
 LINK = 1e9
 
@@ -94,8 +101,9 @@ def test_a_page_is_opened_by_its_lease_alone_and_under_its_own_name() -> None:
 
 
 def test_a_lease_has_a_secret_where_its_router_has_a_token() -> None:
-    assert len({ONE, OTHER, pool_secret("")}) == 3
-    assert pool_secret("") == ""
+    anew = pool_secret("token of a lease", "uid-2")  # a later one of its name
+    assert len({ONE, OTHER, anew, ""}) == 4
+    assert pool_secret("", "uid-1") == pool_secret("token of a lease", "") == ""
     assert "token of a lease" not in ONE
     assert ONE not in repr(KvPoolSpec("m:1", secret=ONE))
 
@@ -349,7 +357,8 @@ def test_new_pages_are_written_a_few_at_a_time_while_no_turn_asks(tmp_path: Path
         with one.pool._turn_asks():
             for name in names(5000):
                 one.pool.push(name)
-            assert one.pool._waiting.qsize() == WAITING
+            # The writer has taken an order's worth already, or has not.
+            assert WAITING - one.pool._waiting.qsize() in range(WRITTEN_AT_ONCE + 1)
 
 
 def test_a_pool_that_is_closed_leaves_nothing(tmp_path: Path) -> None:

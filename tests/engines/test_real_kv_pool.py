@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 SPEC = replace(NODE_SPEC, context_tokens=4096)  # SGLang asks for its pages in two batches
 _STILL = 100  # looks in a row that find as many pages
-SECRET = pool_secret("token of the lease")
+SECRET = pool_secret("token of the lease", "uid-1")
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ async def test_keys_of_other_weights_or_of_another_lease_are_not_found_in_the_po
     with (
         node(tmp_path, pool, "first") as first,
         node(tmp_path, pool, "second") as second,
-        node(tmp_path, pool, "stranger", pool_secret("token of another")) as stranger,
+        node(tmp_path, pool, "stranger", pool_secret("token of the lease", "uid-2")) as stranger,
     ):
         await ask(first, ids, 8)
         count = await written(pool, len(ids) // PAGE_TOKENS)

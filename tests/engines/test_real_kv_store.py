@@ -14,7 +14,7 @@ from rose_core.identity import WeightVersion
 from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, whole_pages
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
-from rose_dev.models import RECIPES
+from rose_dev.models import RECIPES, Recipe
 from rose_dev.waiting import until
 from rose_engines.process.client import Generation, TurnClient
 from rose_engines.weights.control import ControlClient
@@ -41,12 +41,12 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 
 @contextmanager
-def storing(folder: Path, name: str) -> Iterator[RealEngine]:
+def storing(folder: Path, name: str, recipe: Recipe = TINY) -> Iterator[RealEngine]:
     """An engine at the first version; those of a test share the folder of keys."""
     place, store = folder / name, folder / "store"
     place.mkdir()
     store.mkdir(exist_ok=True)
-    with start_engine(place, TINY.name, SPEC, str(FIRST), kv_store=store) as engine:
+    with start_engine(place, recipe, SPEC, str(FIRST), kv_store=store) as engine:
         yield engine
 
 
@@ -165,6 +165,19 @@ async def test_no_token_of_new_weights_is_found_under_the_version_that_a_turn_be
         assert (none, old) == (0, 0)
         assert new == whole_pages(len(fresh))
         assert same.output_ids == made.output_ids
+
+
+async def test_other_weights_under_the_same_version_find_no_key(tmp_path: Path) -> None:
+    """As of a run that was begun anew: its versions are called as the first one's were."""
+    ids = prompt(700, 5)
+    with storing(tmp_path, "first") as first, storing(tmp_path, "anew", OTHER) as anew:
+        alone, _ = await ask(anew, ids, 20, key="alone")
+        count = await kept(tmp_path, len(ids) // PAGE_TOKENS)
+        others, _ = await ask(first, ids, 20)
+        await kept(tmp_path, count + len(ids) // PAGE_TOKENS)
+        again, found = await ask(anew, ids, 20)
+        assert (found, again.output_ids) == (0, alone.output_ids)
+        assert others.output_ids != alone.output_ids
 
 
 async def test_an_engine_that_was_dormant_finds_its_keys_again(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from rose_agent.host.processes.launchers import EngineProgram
 from rose_agent.host.processes.repair import forget_slot
 from rose_agent.host.users import kernel_caches
 from rose_agent.host.users.accounts import COUNT, Account, Accounts
+from rose_agent.host.users.kv_folders import KvOwner
 from rose_agent.os import freezers, processes
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import end, wait_for
@@ -363,11 +364,13 @@ def test_folders_of_keys_are_made_and_removed_by_root_and_entered_by_engines_alo
     try:
         assert not list(place.iterdir())
         folders = HelpedKvFolders(helper, place)
-        found = folders.open("slot-1", "ns/one", 5 << 20).path
+        found = folders.open("slot-1", KvOwner("ns/one", "uid-1"), 5 << 20).path
         assert found.parent == place
         assert found.stat().st_mode & 0o7777 == 0o2770
         assert (found.stat().st_uid, found.stat().st_gid) == (0, FIRST + COUNT)
-        assert "other leases have" in refused(helper, OpenKeys("slot-2", "ns/two", 6 << 20))
+        assert "other leases have" in refused(
+            helper, OpenKeys("slot-2", "ns/two", "uid-2", 6 << 20)
+        )
         assert "is no name" in refused(helper, CloseKeys("../slot-1"))
         folders.close("slot-1")
         assert not found.exists()

@@ -26,7 +26,7 @@ from rose_agent.host.slots.engine_process import EngineProcess
 from rose_agent.host.slots.site import Site
 from rose_agent.host.users import kv_folders
 from rose_agent.host.users.accounts import COUNT
-from rose_agent.host.users.kv_folders import KvFolders
+from rose_agent.host.users.kv_folders import KvFolders, KvOwner
 from rose_agent.os.freezers import Freezer
 from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_core.wire.host import EngineState, EnsureEngine, StopEngine
@@ -53,6 +53,10 @@ def folders(path: Path, room: int = 100) -> KvFolders:
     return KvFolders(path, room * MIB, FIRST)
 
 
+def lease(name: str, uid: str = "") -> KvOwner:
+    return KvOwner(name, uid or f"uid of {name}")
+
+
 def as_engine(uid: int, group: int, program: str) -> bool:
     """Whether a program succeeds as an engine of this user."""
     line = [sys.executable, "-I", "-S", exec_engine.__file__, f"--uid={uid}", f"--group={group}"]
@@ -64,9 +68,9 @@ def as_engine(uid: int, group: int, program: str) -> bool:
 def test_engines_of_a_lease_share_its_folder_and_no_others_enter(place: Path) -> None:
     kept = folders(place)
     kept.sweep()
-    one = kept.open("slot-1", "ns/one", MIB)
-    assert kept.open("slot-2", "ns/one", MIB) == one
-    other = kept.open("slot-3", "ns/other", MIB)
+    one = kept.open("slot-1", lease("ns/one"), MIB)
+    assert kept.open("slot-2", lease("ns/one"), MIB) == one
+    other = kept.open("slot-3", lease("ns/other"), MIB)
     assert kept.group_of("slot-2") == one.group != other.group >= FIRST + COUNT
     assert kept.group_of("nobody") == 0
     assert as_engine(FIRST, one.group, f"umask 007; echo page > {one.path}/page")
@@ -80,8 +84,8 @@ def test_engines_of_a_lease_share_its_folder_and_no_others_enter(place: Path) ->
 @root
 def test_a_folder_goes_with_the_last_slot_of_its_lease(place: Path) -> None:
     kept = folders(place)
-    one = kept.open("slot-1", "ns/one", MIB)
-    kept.open("slot-2", "ns/one", MIB)
+    one = kept.open("slot-1", lease("ns/one"), MIB)
+    kept.open("slot-2", lease("ns/one"), MIB)
     (one.path / "page").write_bytes(b"keys")
     kept.close("slot-1")
     assert (one.path / "page").exists()
@@ -89,6 +93,20 @@ def test_a_folder_goes_with_the_last_slot_of_its_lease(place: Path) -> None:
     assert not one.path.exists()
     kept.close("slot-2")
     assert kept.group_of("slot-1") == 0
+
+
+@root
+def test_a_lease_that_is_made_anew_under_its_name_finds_no_key_of_the_first(place: Path) -> None:
+    kept = folders(place)
+    first = kept.open("slot-1", lease("ns/one", "uid-1"), MIB)
+    (first.path / "page").write_bytes(b"keys")
+    second = kept.open("slot-2", lease("ns/one", "uid-2"), MIB)  # the first's slot is still there
+    assert not list(second.path.iterdir())
+    assert not as_engine(FIRST, second.group, f"cat {first.path}/page 2>&-")
+    kept.close("slot-1")
+    assert second.path.exists()
+    third, fourth = (kept.open(f"slot-{n}", KvOwner("ns/one", ""), MIB) for n in (3, 4))
+    assert len({one.path for one in (second, third, fourth)}) == 3, "of an unknown lease each"
 
 
 @root
@@ -101,11 +119,11 @@ def test_whoever_ends_a_slot_does_not_wait_until_its_pages_are_freed(place: Path
         freed.wait(60)
 
     kept = KvFolders(place, 100 * MIB, FIRST, remove=slow)
-    one = kept.open("slot-1", "ns/one", 60 * MIB)
+    one = kept.open("slot-1", lease("ns/one"), 60 * MIB)
     (one.path / "page").write_bytes(b"keys")
     kept.close("slot-1")  # returns
     assert not freed.is_set()
-    again = kept.open("slot-2", "ns/one", 60 * MIB)
+    again = kept.open("slot-2", lease("ns/one"), 60 * MIB)
     assert again.path == one.path
     assert not list(again.path.iterdir())
     wait_until(lambda: bool(gone), "it is being removed", seconds=30)
@@ -116,7 +134,7 @@ def test_whoever_ends_a_slot_does_not_wait_until_its_pages_are_freed(place: Path
 
 @root
 def test_what_a_killed_host_has_left_is_swept_by_the_next(place: Path) -> None:
-    left = folders(place).open("slot-1", "ns/one", MIB)
+    left = folders(place).open("slot-1", lease("ns/one"), MIB)
     (left.path / "page").write_bytes(b"keys")
     folders(place).sweep()
     assert not list(place.iterdir())
@@ -125,19 +143,19 @@ def test_what_a_killed_host_has_left_is_swept_by_the_next(place: Path) -> None:
 @root
 def test_leases_get_no_more_together_than_the_node_has(place: Path) -> None:
     kept = folders(place, 100)
-    kept.open("slot-1", "ns/one", 60 * MIB)
+    kept.open("slot-1", lease("ns/one"), 60 * MIB)
     with pytest.raises(NoMemory, match="lower kvStoreGiB"):
-        kept.open("slot-2", "ns/other", 60 * MIB)
-    kept.open("slot-3", "ns/one", 10 * MIB)
+        kept.open("slot-2", lease("ns/other"), 60 * MIB)
+    kept.open("slot-3", lease("ns/one"), 10 * MIB)
     with pytest.raises(NoMemory):  # the first engine still keeps as much as it was started with
-        kept.open("slot-2", "ns/other", 60 * MIB)
+        kept.open("slot-2", lease("ns/other"), 60 * MIB)
     kept.close("slot-1")
     kept.close("slot-3")
-    kept.open("slot-2", "ns/other", 60 * MIB)
+    kept.open("slot-2", lease("ns/other"), 60 * MIB)
 
 
 @pytest.mark.parametrize(
-    ("host", "lease", "says"),
+    ("host", "name", "says"),
     [
         (KvFolders(), "ns/one", "--kv-store DIR"),
         (KvFolders(SHM, 100 * MIB, 0), "ns/one", "--engine-uid"),
@@ -147,10 +165,10 @@ def test_leases_get_no_more_together_than_the_node_has(place: Path) -> None:
     ],
 )
 def test_a_host_without_room_for_keys_says_what_to_change(
-    host: KvFolders, lease: str, says: str
+    host: KvFolders, name: str, says: str
 ) -> None:
     with pytest.raises(BadEngine, match=says) as refused:
-        host.open("slot-1", lease, 2 * MIB)
+        host.open("slot-1", lease(name), 2 * MIB)
     assert "kvStoreGiB: 0" in str(refused.value)
 
 

@@ -61,6 +61,10 @@ SLOTS: list[tuple[str, Granted | Refused]] = [
         "leaseRef.namespace",
         Granted({"leaseRef.namespace": "x"}, of("lease"), "default/grpo", "x/grpo"),
     ),
+    (
+        "leaseRef.uid",
+        Granted({"leaseRef.uid": "x"}, of("lease_uid"), SLOT["spec"]["leaseRef"]["uid"], "x"),
+    ),
     ("leaseRef.name", Granted({"leaseRef.name": "x"}, of("lease"), "default/grpo", "default/x")),
     (
         "poolRef.namespace",
@@ -162,7 +166,7 @@ SLOTS: list[tuple[str, Granted | Refused]] = [
     ),
 ]
 # Not of one slot alone: what the operator does about it is below.
-OPERATORS = ("leaseRef.uid", "releaseReason")
+OPERATORS = ("releaseReason",)
 
 
 @pytest.mark.parametrize(

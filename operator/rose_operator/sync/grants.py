@@ -120,6 +120,7 @@ def _grant(
         max_concurrent_turns=spec.engine.max_running,
         whole=spec.tier is Tier.WHOLE,
         proof=RouterProof(token, authority),
+        lease_uid=spec.lease_ref.uid,
     )
 
 

@@ -78,15 +78,20 @@ class KvPoolSpec:
         return f"KvPoolSpec({self.master})"
 
 
-def pool_secret(lease_token: str) -> str:
+def pool_secret(lease_token: str, lease_uid: str) -> str:
     """What names and seals a lease's pages in a pool; engines of the lease alone are given it.
+
+    The token is made of the lease's name, which a later lease may have. The uid is no secret, and
+    never comes again.
 
     Args:
         lease_token: by which the lease's router knows its nodes' agents; empty = none is made.
+        lease_uid: of the lease; empty = none is made.
     """
-    if not lease_token:
+    if not lease_token or not lease_uid:
         return ""
-    return hmac.new(lease_token.encode(), b"rose-kv-pool", "sha256").hexdigest()
+    message = f"rose-kv-pool/{lease_uid}"
+    return hmac.new(lease_token.encode(), message.encode(), "sha256").hexdigest()
 
 
 def whole_pages(tokens: int) -> int:

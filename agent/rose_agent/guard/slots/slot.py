@@ -547,6 +547,7 @@ class GuardedSlot:
 
     def _order(self, grant: Grant) -> EnsureEngine:
         self._ordered_room = self.room
+        kept = bool(grant.engine.kv_store_bytes)
         return EnsureEngine(
             slot=grant.key.slot,
             slot_name=grant.slot_name,
@@ -558,7 +559,8 @@ class GuardedSlot:
             lendable_bytes=self.room.bytes,
             lendable_text=self.room.message,
             lease=grant.lease,
-            kv_secret=pool_secret(grant.proof.token) if grant.engine.kv_store_bytes else "",
+            lease_uid=grant.lease_uid,
+            kv_secret=pool_secret(grant.proof.token, grant.lease_uid) if kept else "",
         )
 
     def renew_room(self) -> None:

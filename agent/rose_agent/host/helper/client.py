@@ -47,7 +47,7 @@ from rose_agent.host.helper.messages import (
 from rose_agent.host.processes.process import Root
 from rose_agent.host.users import kernel_caches
 from rose_agent.host.users.accounts import Account, Accounts
-from rose_agent.host.users.kv_folders import KvFolder, KvFolders
+from rose_agent.host.users.kv_folders import KvFolder, KvFolders, KvOwner
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import ProcessGroup, wait_for
 from rose_agent.os.limits import CgroupBase, Limiter, Limits
@@ -291,13 +291,13 @@ class HelpedKvFolders(KvFolders):
     def sweep(self) -> None:
         """The helper has done so."""
 
-    def open(self, slot: str, lease: str, wanted: int) -> KvFolder:
+    def open(self, slot: str, owner: KvOwner, wanted: int) -> KvFolder:
         """The folder of a slot's lease; its group is the helper's business.
 
         Raises:
             GroupError: refused; says why.
         """
-        answer, _ = self._helper.ask(OpenKeys(slot, lease, wanted))
+        answer, _ = self._helper.ask(OpenKeys(slot, owner.lease, owner.uid, wanted))
         return KvFolder(Path(answer.folder), 0)
 
     def close(self, slot: str) -> None:

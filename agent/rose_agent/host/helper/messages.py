@@ -91,11 +91,13 @@ class OpenKeys(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         lease: ``namespace/name``; a false word shows keys to engines that the host could start too.
+        lease_uid: as ``kv_folders.KvOwner`` has it.
         wanted: bytes.
     """
 
     name: str
     lease: str
+    lease_uid: str
     wanted: int
 
 

@@ -47,7 +47,7 @@ from rose_agent.host.helper.messages import (
 from rose_agent.host.processes.exec_engine import become
 from rose_agent.host.users import kernel_caches
 from rose_agent.host.users.accounts import COUNT
-from rose_agent.host.users.kv_folders import KvFolders
+from rose_agent.host.users.kv_folders import KvFolders, KvOwner
 from rose_agent.os.freezers import Freezer
 from rose_agent.os.groups import ProcessGroup
 from rose_agent.os.limits import Limiter
@@ -152,7 +152,8 @@ class Rights:
         if isinstance(request, CloseKeys):
             self.kv_folders.close(request.name)
             return Answer()
-        found = self.kv_folders.open(request.name, request.lease, request.wanted)
+        owner = KvOwner(request.lease, request.lease_uid)
+        found = self.kv_folders.open(request.name, owner, request.wanted)
         return Answer(folder=str(found.path))
 
     # --- a user

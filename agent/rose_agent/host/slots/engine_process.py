@@ -34,6 +34,7 @@ from rose_agent.host.processes.launchers import (
 from rose_agent.host.route.tokenizer_files import tokenizer_frame
 from rose_agent.host.sharing.sharing import Sharing
 from rose_agent.host.slots.site import Site
+from rose_agent.host.users.kv_folders import KvOwner
 from rose_agent.os import processes
 from rose_agent.os.groups import ProcessGroup, end
 from rose_core.rollouts.engines.kv_store import KvPoolSpec
@@ -136,7 +137,8 @@ class EngineProcess:
         wanted = self._order.engine.kv_store_bytes
         if not wanted:
             return None
-        return self._site.kv_folders.open(self._folder.uid, self._order.lease, wanted).path
+        owner = KvOwner(self._order.lease, self._order.lease_uid)
+        return self._site.kv_folders.open(self._folder.uid, owner, wanted).path
 
     def _pool(self) -> KvPoolSpec | None:
         """The platform's pool, with the lease's secret: what nobody could seal stays here."""

@@ -6,13 +6,15 @@
 |---|---|---|
 | the tmpfs | host, 0711 | as long as the host's container; emptied when a host starts |
 | ``<lease>`` | host, group of the lease, 02770 | while the lease has a slot on this node |
-| ``.<lease>-<time>`` | the same | until its pages are freed |
+| ``.<lease>-<time>`` | the same, 0700 | until its pages are freed |
 
-Engines are users of their own, and enter by the lease's group, which no other lease's engines are
-in. What a lease asked for is counted here against the room, before its first engine starts; within
-it, engines remove what was used longest ago (``rose_engines.kv.pages``). One that does not is
-stopped by the tmpfs's size and by its own limit of memory, to which the pages it writes count. Next
-step: ``engine_process`` opens and ``engine_host`` closes.
+A lease is its uid: one that was deleted and made anew under its name has another folder, also while
+a slot of the first is still there. Engines are users of their own, and enter by the lease's group,
+which no other lease's engines are in. What a lease asked for is counted here against the room,
+before its first engine starts; within it, engines remove what was used longest ago
+(``rose_engines.kv.pages``). One that does not is stopped by the tmpfs's size and by its own limit
+of memory, to which the pages it writes count. Next step: ``engine_process`` opens and
+``engine_host`` closes.
 """
 
 from __future__ import annotations
@@ -48,6 +50,19 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     if path.exists():
         _log.warning("%s cannot be removed", path)
+
+
+@dataclass(frozen=True)
+class KvOwner:
+    """The lease that keys belong to, by its name and by its uid.
+
+    Attributes:
+        lease: ``namespace/name``, for people.
+        uid: the lease's; empty = not told, so the slot shares with no other.
+    """
+
+    lease: str
+    uid: str
 
 
 @dataclass(frozen=True)
@@ -97,12 +112,12 @@ class KvFolders:
             if _OURS.fullmatch(left.name):
                 _remove(left)
 
-    def open(self, slot: str, lease: str, wanted: int) -> KvFolder:
+    def open(self, slot: str, owner: KvOwner, wanted: int) -> KvFolder:
         """The folder of a slot's lease, made where it is the first.
 
         Args:
             slot: uid of the slot; ``close`` takes it again.
-            lease: ``namespace/name``.
+            owner: the lease.
             wanted: bytes that the lease's engines of this node may keep.
 
         Raises:
@@ -110,12 +125,13 @@ class KvFolders:
             NoMemory: other leases have the room now.
             OSError: the folder cannot be made.
         """
-        root = self._check(lease, wanted)
-        known = self._leases.get(lease)
-        others = sum(one.bytes for name, one in self._leases.items() if name != lease)
+        root = self._check(owner.lease, wanted)
+        key = owner.uid or slot
+        known = self._leases.get(key)
+        others = sum(one.bytes for name, one in self._leases.items() if name != key)
         if not admits(wanted, others, self.room):
             raise NoMemory(
-                f"lease {lease} asks for {wanted >> 20} MiB of keys, and other leases have "
+                f"lease {owner.lease} asks for {wanted >> 20} MiB of keys, and other leases have "
                 f"{others >> 20} of this node's {self.room >> 20} MiB; lower kvStoreGiB, raise "
                 f"--kv-store-mib (engineHost.kvStoreGibibytes), {_OFF}"
             )
@@ -123,9 +139,9 @@ class KvFolders:
             used = {one.folder.group for one in self._leases.values()}
             start = self.first_user + COUNT
             group = next(n for n in range(start, start + COUNT) if n not in used)
-            path = root / hashlib.sha256(lease.encode()).hexdigest()[:16]
+            path = root / hashlib.sha256(key.encode()).hexdigest()[:16]
             _make(path, group)
-            known = self._leases[lease] = _Lease(KvFolder(path, group), {})
+            known = self._leases[key] = _Lease(KvFolder(path, group), {})
         known.slots[slot] = wanted
         return known.folder
 
@@ -147,6 +163,7 @@ class KvFolders:
             path = one.folder.path
             aside = path.with_name(f".{path.name}-{time.monotonic_ns()}")
             with contextlib.suppress(FileNotFoundError):
+                path.chmod(0o700)  # its group is the next lease's
                 path.rename(aside)
                 threading.Thread(target=self.remove, args=(aside,), daemon=True).start()
 
