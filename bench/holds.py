@@ -138,6 +138,7 @@ async def measure(repeats: int) -> list[tuple[str, float, float, str]]:
                 gate_open=True,
                 cap=64,
                 version=VERSION,
+                vocabulary=1 << 20,  # as engines say, so that ids are held to it
             )
             async with owner(router.attach_port, update):
                 spare_collections()

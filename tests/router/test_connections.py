@@ -97,6 +97,21 @@ async def test_an_answer_in_single_bytes_is_read_whole_and_its_connection_used_a
         assert len(made.writers) == 1
 
 
+@pytest.mark.parametrize("take", [None, lambda _: True])
+@pytest.mark.parametrize("status", [200, 413])
+async def test_an_answer_that_comes_before_the_request_is_whole_is_seen(
+    take: Take | None, status: int
+) -> None:
+    async def early(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 %d X\r\nContent-Length: 1\r\n\r\nx" % status)
+
+    pieces = [b"y"] * 10_000
+    head = b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(pieces)
+    async with engine(early) as (_, connections, place), asyncio.timeout(30):
+        connection = await connections.ask(place, head, take, pieces)
+        assert connection.status == status
+
+
 async def test_an_engine_that_will_close_is_not_asked_again() -> None:
     async def close(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 503 Busy\r\nConnection: close\r\nContent-Length: 2\r\n\r\nno")

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
 from rose_core.rollouts.requests.fields import NO_BOUNDS, Bounds
+from rose_dev.waiting import until
 from rose_router.engines.engine_client import _encoded
 from rose_router.errors import TooLarge
 from rose_router.http.admission import bodies
@@ -125,7 +126,7 @@ async def test_other_work_goes_on_between_slices() -> None:
     assert done >= len(raw) // (1 << 16)
 
 
-async def test_bodies_that_come_all_the_time_have_a_share_of_the_loop() -> None:
+async def test_askedthat_come_all_the_time_have_a_share_of_the_loop() -> None:
     """Eight of 2 MiB at once: what is beyond the burst comes no faster than the share allows."""
     share, paid = LoopShare(1 / 8, 0.01), list[float]()
     raw = msgspec.json.encode({"input_ids": IDS * 4})
@@ -229,7 +230,7 @@ NAMES = st.text(st.sampled_from('\\",:[ai'), max_size=4) | st.just("input_ids")
 async def test_long_numbers_are_found_where_they_are(
     value: dict[str, object], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "_WHOLE", 2 * width)
+    monkeypatch.setattr(bodies, "LONG_BODY", 2 * width)
     raw = json.dumps(value).encode()
     found = shape_of(raw, width).numbers
     if found is not None:
@@ -326,7 +327,7 @@ async def test_who_goes_on_sending_after_his_answer_is_closed_in_the_end(
         writer.close()
 
 
-async def test_bodies_that_hold_the_loop_are_decoded_one_after_the_other() -> None:
+async def test_askedthat_hold_the_loop_are_decoded_one_after_the_other() -> None:
     """Each waits until the one before is paid for, however many come at once."""
     share, began, clock = LoopShare(1 / 100, 0.0), list[float](), asyncio.get_running_loop().time
 
@@ -379,8 +380,8 @@ async def test_a_sender_that_the_router_holds_back_is_not_slow() -> None:
 async def test_a_compressed_body_is_bounded_by_what_it_becomes(
     stage: Staging, body: dict[str, Any], status: int
 ) -> None:
-    raw = gzip.compress(json.dumps(body).encode() + b" " * bodies._WHOLE)
-    assert len(raw) < bodies._WHOLE
+    raw = gzip.compress(json.dumps(body).encode() + b" " * bodies.LONG_BODY)
+    assert len(raw) < bodies.LONG_BODY
     packed = {"Content-Encoding": "gzip"}
     async with (
         stage(tokenizer=folder()) as s,
@@ -456,8 +457,85 @@ async def test_a_body_that_held_the_loop_keeps_the_next_one_waiting() -> None:
 
 async def test_a_legs_long_prompt_is_written_as_a_short_one_is() -> None:
     for body in ({"input_ids": IDS, "rid": "r", "stream": True}, {"input_ids": tuple(IDS)}):
-        assert json.loads(await _encoded(body)) == json.loads(msgspec.json.encode(body))
-    assert await _encoded({"rid": "r"}) == b'{"rid":"r"}'
+        written = b"".join(await _encoded(body))
+        assert json.loads(written) == json.loads(msgspec.json.encode(body))
+    assert await _encoded({"rid": "r"}) == (b'{"rid":"r"}',)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_answer_with_a_long_prompts_ids_is_whole(stage: Staging, n: int) -> None:
+    """They are written in slices, between which others have the loop."""
+    text = "word " * 10_000
+    asked = (
+        ("/v1/completions", {"prompt": IDS, "max_tokens": 2, "n": n}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": text}], "max_tokens": 2, "n": n},
+        ),
+    )
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(vocabulary=1 << 20)
+        for path, body in asked:
+            async with s.post(path, body) as reply:
+                answer = await reply.json()
+            assert reply.status == 200, answer
+            prompts = [choice["prompt_token_ids"] for choice in answer["choices"]]
+            assert len(prompts) == n
+            assert all(len(ids) > 1 << 15 and ids == prompts[0] for ids in prompts)
+            assert prompts[0] == IDS or path != "/v1/completions"
+            assert answer["usage"]["prompt_tokens"] == len(prompts[0])
+
+
+async def test_a_long_prompt_reaches_its_engine_whole(stage: Staging) -> None:
+    async with stage() as s:
+        fake = await s.engine(vocabulary=1 << 20)
+        async with s.post("/generate", {"input_ids": IDS}) as reply:
+            assert reply.status == 200, await reply.text()
+        assert fake.scheduler.counters.prompt_tokens == len(IDS)
+
+
+async def test_what_a_long_prompt_holds_is_given_back_once_its_numbers_are_gone(
+    stage: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, release = list[int](), LargeBodies.release
+
+    def noted(large: LargeBodies, numbers: list[Any], then: Callable[[], None]) -> None:
+        def gone() -> None:
+            left.append(len(numbers))
+            then()
+
+        assert numbers == IDS
+        release(large, numbers, gone)
+
+    monkeypatch.setattr(LargeBodies, "release", noted)
+    async with stage() as s:
+        await s.engine(vocabulary=1 << 20)
+        for path in ("/generate", "/detokenize"):  # the second one is refused
+            async with s.post(path, {"input_ids": IDS}) as reply:
+                await reply.read()
+        await until(lambda: len(left) == 2)
+        async with s.http.get(s.url + "/metrics") as reply:
+            taken = [
+                one
+                for one in (await reply.text()).splitlines()
+                if one.startswith("rose_router_request_bytes")
+            ]
+    assert left == [0, 0]
+    assert taken[-1].endswith(" 0.0")
+
+
+async def test_an_id_of_a_long_prompt_that_is_beyond_the_vocabulary_is_found(
+    stage: Staging,
+) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(vocabulary=IDS[-1] + 1)
+        for path, field in (("/generate", "input_ids"), ("/v1/completions", "prompt")):
+            for ids, status in ((IDS, 200), ([IDS[-1] + 1, *IDS], 422)):
+                async with s.post(path, {field: ids}) as reply:
+                    assert reply.status == status, await reply.text()
+        prompts = {"prompt": [[7, 8], [IDS[-1] + 1, *IDS]]}
+        async with s.post("/v1/completions", prompts) as reply:
+            assert reply.status == 422, await reply.text()
 
 
 async def test_each_of_many_ids_is_looked_at() -> None:

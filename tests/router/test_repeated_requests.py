@@ -36,6 +36,14 @@ def shown(asked: ParsedRequest) -> list[Any]:
     return [turns, asked.stream, asked.listed]
 
 
+def test_of_a_long_one_the_highest_id_is_not_taken_for_anothers() -> None:
+    long = body(str(list(range(40_000))))
+    assert anew(long).turns[0].highest == 39_999
+    found = known(long).read(body("[50000]"), NO_HEADERS)
+    assert found is not None
+    assert found.turns[0].highest == -1
+
+
 def body(ids: str = "[1,2]", before: str = "", after: str = "") -> bytes:
     rest = ',"sampling_params":{"max_new_tokens":8,"temperature":0.7},"return_logprob":true'
     return f'{{{before}"input_ids":{ids}{rest}{after}}}'.encode()

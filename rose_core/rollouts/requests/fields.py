@@ -283,7 +283,11 @@ def _admitted(
 
 
 def check_within(
-    prompt: Sequence[int], sampling: Mapping[str, Any], request: Mapping[str, Any], bounds: Bounds
+    prompt: Sequence[int],
+    sampling: Mapping[str, Any],
+    request: Mapping[str, Any],
+    bounds: Bounds,
+    highest: int = -1,
 ) -> None:
     """Whether the engines can bear the turn at all.
 
@@ -292,6 +296,7 @@ def check_within(
         sampling: as ``admitted`` has let it through.
         request: likewise.
         bounds: of the engines.
+        highest: of the prompt's ids, where that is known already: of a million it takes 10 ms.
 
     Raises:
         UnsafeTurn: they cannot; says what was asked for and what there is.
@@ -305,7 +310,8 @@ def check_within(
         raise UnsafeTurn(message)
     check_context(len(prompt), bounds)
     # Last: of a prompt that is too long nobody needs to know the highest id.
-    _check_ids(prompt, sampling, request, bounds.vocabulary)
+    ids = prompt if highest < 0 else (highest,)
+    _check_ids(ids, sampling, request, bounds.vocabulary)
 
 
 def check_context(tokens: int, bounds: Bounds, *, at_least: bool = False) -> None:

@@ -18,7 +18,7 @@ import functools
 import hashlib
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import cast
 from urllib.parse import urlsplit
@@ -121,6 +121,15 @@ class Connection(asyncio.Protocol):
         self._size = 0
         if self._transport is not None:
             self._transport.write(request)
+
+    def go_on(self, piece: bytes) -> None:
+        """Send a further piece of the request."""
+        if self._transport is not None:
+            self._transport.write(piece)
+
+    def wake_soon(self) -> None:
+        """Have whoever waits next look at what has come before."""
+        self._loop.call_soon(self._wake)
 
     async def head(self) -> int:
         """The status, as soon as it is there.
@@ -334,7 +343,13 @@ class Connections:
         self._idle: dict[Place, list[Connection]] = {}
         self._spares: dict[Place, asyncio.TimerHandle | asyncio.Task[None]] = {}
 
-    async def ask(self, place: Place, request: bytes, take: Take | None = None) -> Connection:
+    async def ask(
+        self,
+        place: Place,
+        request: bytes,
+        take: Take | None = None,
+        more: Sequence[bytes] = (),
+    ) -> Connection:
         """Send a request and wait for the answer's status, or for all of it.
 
         A request whose kept connection turns out to be closed, with not one byte received, is sent
@@ -344,6 +359,7 @@ class Connections:
         Args:
             place: where to.
             request: head and body.
+            more: the rest of a long body, in pieces between which others have the loop.
             take: is given the body of an answer with status 200, see ``Connection.next_data``;
                 without it the caller reads the body.
 
@@ -358,12 +374,12 @@ class Connections:
             )
         if kept is not None:
             try:
-                return await _send(kept, request, take)
+                return await _send(kept, request, take, more)
             except ConnectionResetError:
                 waited = asyncio.get_running_loop().time() - kept.asked_at
                 if not kept.silent or waited > STALE_SECONDS:
                     raise
-        return await _send(await self._open(place), request, take)
+        return await _send(await self._open(place), request, take, more)
 
     def give_back(self, connection: Connection) -> None:
         """It may be used again."""
@@ -476,9 +492,16 @@ def _certificate_digest(layer: TlsLayer) -> str:
     return hashlib.sha256(certificate or b"").hexdigest()
 
 
-async def _send(connection: Connection, request: bytes, take: Take | None) -> Connection:
+async def _send(
+    connection: Connection, request: bytes, take: Take | None, more: Sequence[bytes]
+) -> Connection:
     connection.ask(request)
     try:
+        for piece in more:
+            await asyncio.sleep(0)
+            connection.go_on(piece)
+        if more:  # what came meanwhile has woken nobody
+            connection.wake_soon()
         if take is None:
             await connection.head()
         else:

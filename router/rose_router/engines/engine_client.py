@@ -30,7 +30,7 @@ _NOBODY = frozenset({404, 410, 502})
 _PASSING = frozenset({401, 403, 408, 429, 503, 504}) | _NOBODY
 _ABORT_SECONDS = 2.0
 _MOST_ERROR = 65536
-_MOST_IDS = 1 << 15  # that are written at once: half a millisecond
+MOST_IDS = 1 << 15  # that are written at once: half a millisecond
 _decode = msgspec.json.Decoder().decode
 _encode = msgspec.json.Encoder().encode
 # What may stand in a head that we write ourselves: a line end would begin a header of its own.
@@ -115,7 +115,7 @@ class HttpEngineClient:
             LegLost: anything else that ends the leg before its last event.
         """
         events = _Events(take)
-        raw = body if isinstance(body, bytes) else await _encoded(body)
+        raw = (body,) if isinstance(body, bytes) else await _encoded(body)
         try:
             connection = await self._ask(target, "/generate", raw, events.feed)
             try:
@@ -142,7 +142,7 @@ class HttpEngineClient:
         try:
             async with asyncio.timeout(_ABORT_SECONDS):
                 body = msgspec.json.encode({"rid": rid})
-                connection = await self._ask(target, "/abort_request", body)
+                connection = await self._ask(target, "/abort_request", (body,))
                 connection.leave()
                 return connection.status < 400 or connection.status in _NOBODY
         except Unreachable:
@@ -151,26 +151,42 @@ class HttpEngineClient:
             return False
 
     def _ask(
-        self, target: Target, path: str, body: bytes, take: Callable[[bytes], bool] | None = None
+        self,
+        target: Target,
+        path: str,
+        body: Sequence[bytes],
+        take: Callable[[bytes], bool] | None = None,
     ) -> Awaitable[Connection]:
         place, head = _head(target.url, target.token, target.certificates, path)
         trace = target.traceparent and f"traceparent: {target.traceparent}\r\n"
-        whole = b"%b%d\r\n%b\r\n%b" % (head, len(body), trace.encode("ascii"), body)
-        return self._connections.ask(place, whole, take)
+        first, *more = body
+        length = len(first) + sum(map(len, more)) if more else len(first)
+        begin = b"%b%d\r\n%b\r\n%b" % (head, length, trace.encode("ascii"), first)
+        return self._connections.ask(place, begin, take, more)
 
 
-async def _encoded(body: Mapping[str, Any]) -> bytes:
-    """A leg's body; a long prompt is written in slices, between which other streams move."""
+async def _encoded(body: Mapping[str, Any]) -> Sequence[bytes]:
+    """A leg's body; a long prompt is written in slices, between which other streams move.
+
+    They are not joined: seven megabytes are copied in 4 ms.
+    """
     ids = body.get("input_ids")
-    if not isinstance(ids, list | tuple) or len(ids) <= _MOST_IDS:
-        return _encode(body)
-    slices = []
-    for begin in range(0, len(ids), _MOST_IDS):
-        slices.append(msgspec.json.encode(ids[begin : begin + _MOST_IDS])[1:-1])
-        await asyncio.sleep(0)
+    if not isinstance(ids, list | tuple) or len(ids) <= MOST_IDS:
+        return (_encode(body),)
+    slices = await encoded_ids(ids)
     rest = msgspec.json.encode({name: one for name, one in body.items() if name != "input_ids"})
     more = b"," if rest != b"{}" else b""
-    return b'{"input_ids":[%b]%b%b' % (b",".join(slices), more, rest[1:])
+    return [b'{"input_ids":', *slices, b"%b%b" % (more, rest[1:])]
+
+
+async def encoded_ids(ids: Sequence[int]) -> list[bytes]:
+    """A list of ids as JSON, in pieces; others have the loop between them."""
+    slices = []
+    for begin in range(0, len(ids), MOST_IDS):
+        await asyncio.sleep(0)
+        numbers = msgspec.json.encode(ids[begin : begin + MOST_IDS])
+        slices.append(b"%b%b" % (b"," if begin else b"[", numbers[1:-1]))
+    return [*slices, b"]"]
 
 
 _DRAFT_SECONDS = 20.0

@@ -80,6 +80,7 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
         operation: what the caller does, in OpenTelemetry's words.
         parameters: ``sampling`` and ``passed`` as others have them too; ``None`` = nobody has.
         written: the prompt as its caller wrote it, a list of ids in JSON; empty = not known.
+        highest: of its ids, where many were gone through as they were read; -1 = not known.
     """
 
     rid: str
@@ -100,6 +101,7 @@ class TurnRequest(msgspec.Struct, frozen=True, dict=True):
     operation: str = "text_completion"
     parameters: Parameters | None = None
     written: bytes = b""
+    highest: int = -1
 
     def but(self, **changes: Any) -> TurnRequest:  # noqa: ANN401  # values of fields
         """The same request with other values."""

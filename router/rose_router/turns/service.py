@@ -284,7 +284,8 @@ class Service:
         for request in requests:
             if request.prompt is not seen:  # answers to one prompt have all in common
                 seen = request.prompt
-                check_within(request.prompt, request.sampling, request.passed, bounds)
+                asked = request.prompt, request.sampling, request.passed
+                check_within(*asked, bounds, request.highest)
 
     def bounds(self) -> Bounds:
         """What a turn must keep to run on the engines of this lease."""

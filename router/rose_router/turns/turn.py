@@ -257,7 +257,8 @@ class Turn(msgspec.Struct, eq=False):
         """
         if bounds != self.checked:
             request = self.request
-            check_within(request.prompt, request.sampling, request.passed, bounds)
+            asked = request.prompt, request.sampling, request.passed
+            check_within(*asked, bounds, request.highest)
             self.checked = bounds
 
     def check(self) -> None:

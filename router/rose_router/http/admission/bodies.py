@@ -3,7 +3,7 @@
 | a body | is |
 |---|---|
 | of a text beyond ``MOST_HISTORY`` | refused from its length or its beginning, unread |
-| up to ``_WHOLE`` | decoded at once |
+| up to ``LONG_BODY`` | decoded at once |
 | with more than ``_MOST_OBJECTS``, or a prompt beyond the context | refused once that has come |
 | with one long list of numbers | decoded a slice at a time |
 | else | decoded at once when its turn has come, since everybody waits for it |
@@ -41,6 +41,10 @@ _BEGINNING = 1 << 16
 _IDS_OR_TEXT = frozenset({"/generate", "/v1/completions", "/tokenize", "/v1/tokenize"})
 """Routes of prompts that may be ids, of which a context can hold more bytes than of text."""
 _ARRIVED = web.RequestKey("arrived", bytes)
+NUMBERS = web.RequestKey("numbers", list[int | float])
+"""A long list of a body, which ``LargeBodies.release`` gets when the request is answered."""
+LONG_BODY = 1 << 18
+"""Bytes of a body that are decoded at once: ids take 9 ns a byte, so a loop is held for 2 ms."""
 _MOST_MARKS = 1000
 """Texts and brackets, which take 0.3 ms; no client sends a hundred fields before its prompt."""
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"?|[{}\[\]]', re.DOTALL)
@@ -95,7 +99,7 @@ def _came_with_head(request: web.Request) -> bytes | None:
     aiohttp's own way to it goes through a loop, a copy and two coroutines.
     """
     length = known_length(request)
-    if length is None or length > _WHOLE or length > request.client_max_size:
+    if length is None or length > LONG_BODY or length > request.client_max_size:
         return None
     whole = request[_ARRIVED] = request.content.read_nowait()
     return whole
@@ -103,7 +107,7 @@ def _came_with_head(request: web.Request) -> bytes | None:
 
 async def _received(request: web.Request, limit: asyncio.Timeout | None = None) -> bytes:
     length = known_length(request)
-    if length is not None and length <= _WHOLE:
+    if length is not None and length <= LONG_BODY:
         whole = request[_ARRIVED] = await request.read()
         return whole
     large = request.app[LARGE_BODIES]
@@ -209,17 +213,18 @@ async def read_body(request: web.Request) -> dict[str, Any]:
         SlowCaller: it did not come in time.
     """
     raw = await raw_body(request)
-    if len(raw) <= _WHOLE:
+    if len(raw) <= LONG_BODY:
         return json_object(raw)
     large = request.app[LARGE_BODIES]
     numbers = request[_SHAPE].numbers
     if numbers and (body := await _in_slices(raw, numbers, large)):
+        request[NUMBERS] = body[numbers.name]
         return body
     return await large.holds.hold(partial(json_object, raw))
 
 
 class LargeBodies:
-    """The shares of the event loop that bodies above ``_WHOLE`` have: callers send them for free.
+    """The shares of the event loop that bodies above ``LONG_BODY`` have: they come for free.
 
     Args:
         bounds: of prompts, which are refused by their length before they are decoded.
@@ -236,19 +241,40 @@ class LargeBodies:
         self.slices = LoopShare(1 / 8, 0.03)
         self.holds = LoopShare(1 / 100, 0.05)
         self.passing = 0
+        self._releasing: set[asyncio.Task[None]] = set()
+
+    def release(self, numbers: list[int | float], then: Callable[[], None]) -> None:
+        """Let go of numbers of which nobody knows any more, a slice at a time.
+
+        Args:
+            numbers: a list; a million are freed in 10 ms.
+            then: is called when they are gone.
+        """
+        task = asyncio.get_running_loop().create_task(self._release(numbers, then))
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
+
+    async def _release(self, numbers: list[int | float], then: Callable[[], None]) -> None:
+        try:
+            while numbers:
+                began = time.perf_counter()
+                del numbers[-_FREED_AT_ONCE:]
+                await self.slices.pay(time.perf_counter() - began)
+        finally:
+            then()
 
 
 LARGE_BODIES = web.AppKey("large_bodies", LargeBodies)
 """One for all routes of a router."""
 
-_WHOLE = 1 << 18
-"""Bytes of a body that are decoded at once: ids take 9 ns a byte, so a loop is held for 2 ms."""
 _RECEIVED_SECONDS = 4e-9
 """Of the loop's time, that a byte takes to be received."""
 _MOST_OBJECTS = 200_000
 """Lists, objects and fields of a body: so many lists are made in 30 ms, so many fields of an object
 in 0.1 s. 16 MiB have room for five million lists and two million fields."""
 _SLICE = 1 << 16
+_FREED_AT_ONCE = 1 << 15
+"""Numbers, in a third of a millisecond."""
 _PASSING_SECONDS = 10.0
 """How long a caller may go on sending what nobody reads, without the time he is held back."""
 _MOST_PASSING = 32
@@ -285,7 +311,7 @@ class BodyShape:
         bounds: of prompts.
 
     Attributes:
-        numbers: the first list of numbers above ``_WHOLE``.
+        numbers: the first list of numbers above ``LONG_BODY``.
     """
 
     def __init__(self, bounds: Callable[[], Bounds]) -> None:
@@ -354,7 +380,7 @@ class BodyShape:
         if name in _PROMPTS:
             check_context(commas + 1, self._bounds(), at_least=True)
         self._open = (name, begin, commas) if end < 0 else None
-        if end >= 0 and self.numbers is None and self._size + end - begin >= _WHOLE:
+        if end >= 0 and self.numbers is None and self._size + end - begin >= LONG_BODY:
             self.numbers = LongNumbers(name, begin, self._size + end)
 
 
@@ -374,7 +400,9 @@ async def _in_slices(raw: bytes, found: LongNumbers, large: LargeBodies) -> dict
     rest = raw[:place] + raw[end:]
     hold = large.holds.hold
     try:
-        body = json_object(rest) if len(rest) <= _WHOLE else await hold(partial(json_object, rest))
+        body = (
+            json_object(rest) if len(rest) <= LONG_BODY else await hold(partial(json_object, rest))
+        )
     except BadRequest:
         return None
     if body.get(found.name) != [] or rest.count(b'"%b"' % found.name.encode()) != 1:

@@ -44,7 +44,14 @@ from rose_core.rollouts.capacity.router_size import (
 )
 from rose_router import metrics
 from rose_router.errors import Overloaded, TooLarge
-from rose_router.http.admission.bodies import MOST_HISTORY, known_length, too_long
+from rose_router.http.admission.bodies import (
+    LARGE_BODIES,
+    LONG_BODY,
+    MOST_HISTORY,
+    NUMBERS,
+    known_length,
+    too_long,
+)
 from rose_router.turns.request import TurnRequest
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -225,7 +232,11 @@ def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
         try:
             return await handler(request)
         finally:
-            room.give_back()
+            numbers = request.pop(NUMBERS, None) if expected > LONG_BODY else None
+            if numbers is None:
+                room.give_back()
+            else:
+                request.app[LARGE_BODIES].release(numbers, room.give_back)
 
     return check
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -87,7 +87,7 @@ class Hinted(msgspec.Struct):
 
 _MOST_ID = 2**31 - 1
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=_MOST_ID)]
-_MOST_AT_ONCE = 1 << 15  # ids that are checked in one call: a millisecond
+MOST_AT_ONCE = 1 << 15  # ids that are checked in one call: a millisecond
 
 
 class _Prompt(msgspec.Struct, array_like=True):
@@ -180,15 +180,21 @@ def token_ids(value: object, field: str) -> tuple[int, ...]:
         message = f"{field}: expected a list of token ids with at least one entry"
         raise InvalidTurn(message)
     try:
-        if len(value) <= _MOST_AT_ONCE:
+        if len(value) <= MOST_AT_ONCE:
             return msgspec.convert((value,), _Prompt).ids
         # In slices, between which a thread gives way.
-        slices = (value[n : n + _MOST_AT_ONCE] for n in range(0, len(value), _MOST_AT_ONCE))
+        slices = (value[n : n + MOST_AT_ONCE] for n in range(0, len(value), MOST_AT_ONCE))
         made = [msgspec.convert((one,), _Prompt).ids for one in slices]
         return tuple(itertools.chain.from_iterable(made))
     except msgspec.ValidationError as error:
         message = f"{field}: every token id must be a whole number from 0 to {_MOST_ID}"
         raise InvalidTurn(message) from error
+
+
+def highest_of(prompt: Sequence[int]) -> int:
+    """The highest of many ids, in slices between which a thread gives way."""
+    begins = range(0, len(prompt), MOST_AT_ONCE)
+    return max([max(prompt[begin : begin + MOST_AT_ONCE]) for begin in begins])
 
 
 def encoded(

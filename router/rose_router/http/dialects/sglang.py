@@ -163,7 +163,7 @@ class RepeatedRequests:
             return
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        self._known[rest] = replace(turn, prompt=(), rid=""), asked.stream
+        self._known[rest] = replace(turn, prompt=(), rid="", highest=-1), asked.stream
 
 
 def _split(raw: bytes) -> tuple[bytes, bytes]:

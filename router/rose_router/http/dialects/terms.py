@@ -12,7 +12,7 @@ from rose_core.rollouts.requests import fields, splice
 from rose_core.rollouts.requests.stops import Stops
 from rose_core.unreadable import UNREADABLE
 from rose_router.http.conversations.history import Conversation
-from rose_router.http.dialects.common import Hints, Whole, read_as
+from rose_router.http.dialects.common import MOST_AT_ONCE, Hints, Whole, highest_of, read_as
 from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.request import Parameters, TurnRequest
 
@@ -74,6 +74,7 @@ class PromptTerms:
     ) -> None:
         self._checked = _checked(sampling, passed, tokenizer)
         self._hints, self._priority = hints, priority
+        self._looked_at: tuple[tuple[int, ...], int] = (), -1
 
     def turn(
         self,
@@ -94,6 +95,8 @@ class PromptTerms:
             keyed: its trajectory needs not be recognized by its prompt.
         """
         hints, checked = self._hints, self._checked
+        if len(prompt) > MOST_AT_ONCE and self._looked_at[0] is not prompt:
+            self._looked_at = prompt, highest_of(prompt)
         return TurnRequest(
             rid=rid,
             prompt=prompt,
@@ -110,6 +113,7 @@ class PromptTerms:
             dedicated_because=checked.because,
             stops=checked.stops,
             parameters=checked.parameters,
+            highest=self._looked_at[1] if self._looked_at[0] is prompt else -1,
         )
 
     def turns(

@@ -9,6 +9,8 @@ and pages stay aiohttp's.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from functools import lru_cache
 
 from aiohttp import HttpVersion, HttpVersion11, web
@@ -77,11 +79,12 @@ class JsonReply(BareReply):
 
     Args:
         body: JSON.
+        more: the rest of a long one, in pieces between which others have the loop.
     """
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, more: Sequence[bytes] = ()) -> None:
         super().__init__()
-        self._json = body
+        self._json, self._more = body, more
 
     async def write_eof(self, data: bytes = b"") -> None:
         """Write all of it; once, as callers of aiohttp's own may call twice.
@@ -95,13 +98,17 @@ class JsonReply(BareReply):
             raise RuntimeError(message)
         if not body:
             return
-        self._json = b""
+        self._json, more, self._more = b"", self._more, ()
         protocol = request.protocol
         transport = protocol.transport
         if transport is None or transport.is_closing():
             message = "the caller hung up before the answer was written"
             raise ConnectionResetError(message)
         head = self.head(request, "application/json")
-        transport.write(b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body))
+        length = len(body) + sum(map(len, more)) if more else len(body)
+        transport.write(b"%bContent-Length: %d\r\n\r\n%b" % (head, length, body))
+        for piece in more:
+            await (request.writer.drain() if protocol.writing_paused else asyncio.sleep(0))
+            transport.write(piece)  # into the void, where its caller has hung up
         if protocol.writing_paused:
             await request.writer.drain()  # its connection ends when the caller does not read

@@ -84,7 +84,7 @@ class ChatReplies:
         shown = turn.shown()
         message = self._message(turn, shown)
         choice = self._beside(turn, shown, 0)
-        choice["prompt_token_ids"] = list(turn.request.prompt)
+        choice["prompt_token_ids"] = turn.request.prompt
         finish = self._finish(turn, message)
         return choice | {"index": index, "message": message, "finish_reason": finish}
 

@@ -304,7 +304,7 @@ def openai_choice(
         "rose": rose_with_abort(turn, shown.spans),
     }
     if not since:
-        choice["prompt_token_ids"] = list(turn.request.prompt)
+        choice["prompt_token_ids"] = turn.request.prompt
     return choice
 
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from rose_core.rollouts.conversations.message_tree import KnownDigests, MessageTree, PrefixMatch
 from rose_core.rollouts.errors import InvalidTurn
 from rose_router import metrics
+from rose_router.engines.engine_client import MOST_IDS, encoded_ids
 from rose_router.errors import BadRequest, Forbidden, TurnLost
 from rose_router.http.admission.bearer import caller_of
 from rose_router.http.admission.bodies import (
@@ -71,6 +72,7 @@ _FAILED = TurnState.FAILED  # named once: an enum's member is slow to find
 Made = TypeVar("Made")
 
 _encode = msgspec.json.Encoder().encode
+_MARK = msgspec.Raw(b"\0")
 
 
 class TurnHandlers:
@@ -143,7 +145,7 @@ class TurnHandlers:
                 return await self._stream_answers(request, voices, counted)
             await self._wait_all(turns)
             _raise_if_all_failed(turns)
-            return self._json(answering.answer(turns))
+            return await self._long_json(answering.answer(turns))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/chat/completions``."""
@@ -166,7 +168,7 @@ class TurnHandlers:
             for turn in turns:
                 typed_abort(turn)
                 self._note(ask, turn, answering.message(turn))
-            return self._json(answering.answer(turns))
+            return await self._long_json(answering.answer(turns))
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """Anthropic's ``/v1/messages``."""
@@ -447,6 +449,20 @@ class TurnHandlers:
 
     def _json(self, body: object) -> JsonReply:
         return JsonReply(_encode(body))
+
+    async def _long_json(self, answer: dict[str, Any]) -> JsonReply:
+        """An answer with its prompts' ids; long ones are written in slices."""
+        pieces, written = list[bytes](), list[list[bytes]]()
+        for choice in answer["choices"]:
+            if len(choice["prompt_token_ids"]) > MOST_IDS:
+                written.append(await encoded_ids(choice["prompt_token_ids"]))
+                choice["prompt_token_ids"] = _MARK
+        if not written:
+            return self._json(answer)
+        first, *rest = _encode(answer).split(b"\0")  # which stands in no JSON
+        for ids, behind in zip(written, rest, strict=True):
+            pieces += [*ids, behind]
+        return JsonReply(first, pieces)
 
     def _names(self, body: Mapping[str, Any]) -> TokenNames:
         by_id = bool(body.get("return_tokens_as_token_ids"))
