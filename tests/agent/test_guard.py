@@ -115,6 +115,10 @@ async def guarding(
         made.on_tap([health()], time.monotonic_ns())
         replica.book.blind_ns = 0
         permit.beat_host(time.monotonic_ns() + 10**12)
+        # No engine has a counter to compare with. Looked for in vain, it made the tap unverified
+        # after seconds: on a busy machine before the test was there.
+        for task in made.pollers.values():
+            task.cancel()
         yield made, permit
         for task in made.pollers.values():
             task.cancel()

@@ -16,6 +16,7 @@ import aiohttp
 from rose_agent.host import main
 from rose_agent.host.options.arguments import parser
 from rose_agent.os.freezers import Freezer
+from rose_core.host_reasons import HostReason
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import (
     EngineState,
@@ -135,6 +136,24 @@ async def serving(host: main.RunningHost, uid: str = "slot-1") -> EngineStatus:
 
     await until(ready, f"{uid} serves")
     return await status_of(host, uid)
+
+
+async def failed(failures: list[EngineStatus], reason: HostReason) -> EngineStatus:
+    """Wait for a failure.
+
+    Args:
+        failures: the fixture of that name.
+        reason: of the failure.
+
+    Returns:
+        The engine as it was when it failed.
+    """
+
+    async def there() -> bool:
+        return any(one.reason == reason for one in failures)
+
+    await until(there, f"the engine fails: {reason}")
+    return next(one for one in failures if one.reason == reason)
 
 
 def stop(uid: str = "slot-1", generation: int = 1) -> StopEngine:

@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
+import yaml
 
 from rose_agent.host import main
 from rose_agent.host.options.arguments import parser
 from rose_agent.os import freezers
 from rose_agent.weightsync.follower import Options
 from rose_agent.weightsync.main import Followers
+from rose_core.api import RolloutLease
 from rose_core.identity import SlotKey, SlotUid
 from rose_core.wire.host import EngineState, EnsureEngine
 from rose_core.wire.sync import EngineSpec, WeightSource
@@ -24,6 +27,7 @@ from tests.host.helpers import TOKEN, status_of, until
 from tests.weightsync.run import RUN, PublishedRun
 
 READY_SECONDS = 240.0
+SAMPLE = Path(__file__).parents[2] / "crds" / "samples" / "rolloutlease.yaml"
 
 
 def needed_model() -> Path:
@@ -36,9 +40,13 @@ def needed_model() -> Path:
 def order(
     model: Path, endpoint: str, ranks: int = 1, engine_class: str = "sglang-cpu"
 ) -> EnsureEngine:
+    """An order with the arguments that the sample of a lease names, where SGLang runs it."""
     spec = EngineSpec(
         engine_class, model.name, context_tokens=8192, kv_tokens=16384, max_running=4, ranks=ranks
     )
+    if engine_class == "sglang-cpu":
+        lease = RolloutLease.model_validate(yaml.safe_load(SAMPLE.read_text()))
+        spec = msgspec.structs.replace(spec, arguments=dict(lease.spec.engine_arguments))
     return EnsureEngine(
         slot=SlotKey(SlotUid("slot-1"), 1),
         slot_name="real",

@@ -27,6 +27,7 @@ from rose_engines.node.rundir import RunDir
 from tests.host.helpers import (
     BEARER,
     body,
+    failed,
     guarding,
     order,
     running,
@@ -82,15 +83,6 @@ async def holds(host: main.RunningHost, least: int, most: int) -> None:
     await until(there, f"it holds {least >> 20} to {most >> 20} MiB")
 
 
-async def failed(host: main.RunningHost, reason: str) -> EngineStatus:
-    async def shows() -> bool:
-        status = await status_of(host)
-        return (status.state, status.reason) == (EngineState.FAILED, reason)
-
-    await until(shows, f"the engine is ended: {reason}")
-    return await status_of(host)
-
-
 async def test_an_elastic_engine_begins_small_grows_and_gives_back_while_it_serves(
     rundir: Path, models: Path
 ) -> None:
@@ -137,13 +129,13 @@ async def test_an_idle_engine_gives_back_what_it_had_only_cached(
 
 
 async def test_an_engine_without_kvcached_is_ended_although_it_answers_well(
-    rundir: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+    rundir: Path, models: Path, monkeypatch: pytest.MonkeyPatch, failures: list[EngineStatus]
 ) -> None:
     monkeypatch.setattr("rose_agent.host.memory.elastic._APPEAR_SECONDS", 0.5)
     async with running(rundir, models) as host:
         with guarding(rundir):
             await host.host.ensure(elastic_order(kvcached="absent"))
-            refused = await failed(host, "ElasticUnavailable")
+            refused = await failed(failures, HostReason.ELASTIC_UNAVAILABLE)
             assert "runs without kvcached" in refused.message
 
 
@@ -158,7 +150,7 @@ def hasty(host: main.RunningHost, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_engine_that_was_limited_and_keeps_its_memory_is_ended(
-    rundir: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+    rundir: Path, models: Path, monkeypatch: pytest.MonkeyPatch, failures: list[EngineStatus]
 ) -> None:
     async with running(rundir, models) as host:
         hasty(host, monkeypatch)
@@ -166,14 +158,14 @@ async def test_an_engine_that_was_limited_and_keeps_its_memory_is_ended(
             await host.host.ensure(elastic_order(kvcached="deaf"))
             status = await serving(host)
             async with turns(status.endpoint, 50_000):
-                kept = await failed(host, "MemoryKept")
+                kept = await failed(failures, HostReason.MEMORY_KEPT)
             assert "after it was limited to 8" in kept.message
             await serving(host)
             assert (await status_of(host)).restarts == 1
 
 
 async def test_a_segment_that_goes_while_the_engine_lives_is_unknown_and_then_the_end(
-    rundir: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+    rundir: Path, models: Path, monkeypatch: pytest.MonkeyPatch, failures: list[EngineStatus]
 ) -> None:
     async with running(rundir, models) as host:
         hasty(host, monkeypatch)
@@ -186,10 +178,12 @@ async def test_a_segment_that_goes_while_the_engine_lives_is_unknown_and_then_th
                 return (await status_of(host)).kv_held_bytes is None
 
             await until(unknown, "nothing is known of what it holds")
-            await failed(host, "ElasticUnavailable")
+            await failed(failures, HostReason.ELASTIC_UNAVAILABLE)
 
 
-async def test_the_guards_word_outlives_a_restart_of_the_engine(rundir: Path, models: Path) -> None:
+async def test_the_guards_word_outlives_a_restart_of_the_engine(
+    rundir: Path, models: Path, failures: list[EngineStatus]
+) -> None:
     async with running(rundir, models) as host:
         with guarding(rundir):
             await host.host.ensure(elastic_order())
@@ -198,7 +192,7 @@ async def test_the_guards_word_outlives_a_restart_of_the_engine(rundir: Path, mo
             host.host._lives[SlotUid("slot-1")].current.fail(
                 HostReason.BROKEN_WEIGHTS, "for the test"
             )
-            await failed(host, "BrokenWeights")
+            await failed(failures, HostReason.BROKEN_WEIGHTS)
             await serving(host)
             seen = segment(rundir).read()
             assert seen is not None

@@ -41,6 +41,7 @@ def body() -> dict[str, object]:
 
 
 async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> None:
+    """It is started with the arguments of the sample lease."""
     model = needed_model()
     async with syncing_host(rundir, model.parent) as host:
         with guarding(rundir) as guard:
@@ -49,6 +50,8 @@ async def test_a_real_engine_under_the_host(rundir: Path, tmp_path: Path) -> Non
                 await host.host.ensure(order(model, address))
                 await ready(host)
                 own = await _attested_checkpoint(host)
+                assert (await status_of(host)).vocabulary > 0
+                assert "--schedule-policy lpm" in _command_line(rundir), "as the sample has it"
                 await _samples_with_it(client, host)
                 await run.publish()
                 await attested(host, run)
@@ -135,6 +138,13 @@ def _tree(rundir: Path) -> list[psutil.Process]:
     group = find_group(record)
     assert group is not None
     return [psutil.Process(pid) for pid in group.pids()]
+
+
+def _command_line(rundir: Path) -> str:
+    """How the engine was started."""
+    record = read_json(RunDir(rundir).slot("slot-1").engine, EngineFile)
+    assert record is not None
+    return " ".join(psutil.Process(record.pids[0]).cmdline())
 
 
 async def _attested_checkpoint(host: main.RunningHost) -> str:

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 
 from rose_core.devices.memory import Headroom, lendable, overrun
-from rose_core.wire.host import EngineState, EnsureEngine, LimitMemory
+from rose_core.host_reasons import HostReason
+from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine, LimitMemory
 from rose_core.wire.sync import Sharing
-from tests.host.helpers import guarding, order, running, serving, status_of
-from tests.host.test_elastic import failed
+from tests.host.helpers import failed, guarding, order, running, serving, status_of
 
 GIB = 1 << 30
 SIZE = 16 << 20
@@ -26,12 +26,12 @@ def in_room(room: int | None, source: str = "Reserved") -> EnsureEngine:
 
 
 async def test_an_engine_larger_than_what_serving_leaves_waits_until_there_is_room(
-    rundir: Path, models: Path
+    rundir: Path, models: Path, failures: list[EngineStatus]
 ) -> None:
     async with running(rundir, models) as host:
         with guarding(rundir):
             await host.host.ensure(in_room(SIZE - 1))
-            refused = await failed(host, "InsufficientMemory")
+            refused = await failed(failures, HostReason.INSUFFICIENT_MEMORY)
             assert "more than may be lent: 80.0 GiB in all, serving has 60" in refused.message
             assert (refused.pids, refused.needs_bytes) == ((), SIZE)
             await host.host.ensure(in_room(SIZE))
@@ -40,19 +40,19 @@ async def test_an_engine_larger_than_what_serving_leaves_waits_until_there_is_ro
 
 
 async def test_an_elastic_engine_needs_room_for_the_least_of_its_cache(
-    rundir: Path, models: Path
+    rundir: Path, models: Path, failures: list[EngineStatus]
 ) -> None:
     async with running(rundir, models) as host:
         with guarding(rundir):
             await host.host.ensure(in_room(SIZE // 8 - 1, "Elastic"))
-            refused = await failed(host, "InsufficientMemory")
+            refused = await failed(failures, HostReason.INSUFFICIENT_MEMORY)
             assert refused.needs_bytes == SIZE // 8
             await host.host.ensure(in_room(SIZE // 8, "Elastic"))
             await serving(host)
 
 
 async def test_an_engine_that_holds_more_than_it_was_made_for_is_ended(
-    rundir: Path, models: Path
+    rundir: Path, models: Path, failures: list[EngineStatus]
 ) -> None:
     async with running(rundir, models) as host:
         with guarding(rundir):
@@ -62,7 +62,7 @@ async def test_an_engine_that_holds_more_than_it_was_made_for_is_ended(
             await host.host.limit_memory(LimitMemory(before.slot, held_bytes=None))
             assert (await status_of(host)).state is EngineState.SERVING
             await host.host.limit_memory(LimitMemory(before.slot, held_bytes=SIZE + 1))
-            ended = await failed(host, "MemoryOverrun")
+            ended = await failed(failures, HostReason.MEMORY_OVERRUN)
             assert "was made for" in ended.message
             assert set((await serving(host)).pids).isdisjoint(before.pids)
 

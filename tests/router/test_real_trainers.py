@@ -121,6 +121,8 @@ async def test_verl_publishes_from_its_actors_under_a_turn_that_runs(
             client.generate("trajectory-1", prompt_ids=PROMPT, sampling_params=sampling)
         )
         await until(lambda: fleet.written() > 4)
+        # Its tokens have to last for longer than anything here is waited for.
+        await slow_down(fleet.http, engine, 2.0)
         await asyncio.to_thread(verl.published, actors, 9, get)
         await fleet.until_version(PUSHED)
         await slow_down(fleet.http, engine, None)

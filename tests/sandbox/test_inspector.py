@@ -32,6 +32,7 @@ NONE, FILES, PROCESSES, FULL, UNKNOWN = Class
 MAP = (
     'import mmap; f = open("/dev/shm/a", "r+b"); m = mmap.mmap(f.fileno(), 2); m[0] = 7; m.close()'
 )
+RESTS = "until grep -q '(sleep) S' /proc/$!/stat; do sleep 0.01; done"
 TICKS = "until test -s /home/now; do sleep 0.05; done"
 # A turn's command -> its class; each begins where the one before ended.
 TURNS = [
@@ -48,7 +49,8 @@ TURNS = [
     ("ln -s /etc /home/l; mkfifo /home/p", FILES),
     ("touch -d 2020-01-01 /home", FILES),
     ("rm /etc/hostname; mv /usr/share/doc /usr/share/docs", FILES),
-    ("sleep 1000 &", PROCESSES),
+    # What has begun only when the next turn does would be that turn's.
+    (f"sleep 1000 & {RESTS}", PROCESSES),
     ("ps aux", NONE),
     ("pkill -x sleep", PROCESSES),
     ("echo x > /dev/shm/a", PROCESSES),
