@@ -20,12 +20,11 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
-import psutil
 import yaml
 from safetensors.numpy import save_file
 
 from bench.record import Figure, figure, record
-from bench.tap.cost import GUARD_AND_TAP, Phase, parts_of, phase
+from bench.tap.cost import GUARD_AND_TAP, Part, Phase, memory, parts_of, phase
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.telemetry.dialects import samples
 from rose_core.wire.sync import EngineSpec, Grant, PoolPolicy, SyncReply, SyncRequest, WeightSource
@@ -162,13 +161,10 @@ def share(found: Phase) -> float:
     return 100 * sum(found.cpu_s[name] for name in GUARD_AND_TAP) / found.seconds
 
 
-def figures_of(
-    rest: Phase, asked: Phase, rounds: float, parts: dict[str, psutil.Process]
-) -> list[Figure]:
+def figures_of(rest: Phase, asked: Phase, rounds: float, parts: dict[str, Part]) -> list[Figure]:
     """Processor time of each part, then memory."""
-    memory = {name: parts[name].memory_full_info() for name in GUARD_AND_TAP}
     rate = asked.requests / asked.seconds
-    both = sum(one.pss for one in memory.values())
+    both = sum(memory(parts[name]) for name in GUARD_AND_TAP)
     return [
         figure("rounds of the guard", rounds, "1/s"),
         *(
@@ -177,7 +173,10 @@ def figures_of(
         ),
         figure("guard and tap: at rest", share(rest), "% of a core", at_most=3.0),
         figure(f"guard and tap: {rate:.0f} requests/s", share(asked), "% of a core"),
-        *(figure(f"{name}: memory (RSS)", memory[name].rss / 1e6, "MB") for name in GUARD_AND_TAP),
+        *(
+            figure(f"{name}: memory (PSS)", memory(parts[name]) / 1e6, "MB")
+            for name in GUARD_AND_TAP
+        ),
         figure("guard and tap: memory (PSS)", both / 1e6, "MB", at_most=100.0),
     ]
 

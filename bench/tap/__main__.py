@@ -145,9 +145,10 @@ def main(argv: list[str] | None = None) -> int:
     notes = [
         f"{_STREAMS} streams, {options.tokens_per_second:g} tokens/s offered, one event a segment",
         "server, client and tap share the machine; the client's lateness is in the differences",
-        f"CPU of the first rows is the parser's; guard and tap: {TOKENS} tokens a request, an idle"
-        " lent replica beside the busy ones; of those a slot is beside each, or beside none",
-        "busy ones answer no page, so none is verified: the gate of a slot beside one stays shut",
+        f"CPU of the first rows is the parser's; guard, its readers and tap: {TOKENS} tokens a"
+        " request, an idle lent replica beside the busy ones",
+        "not lent: nothing beside those; gates shut: a slot, but they answer no page, so that none"
+        " is verified; gates open: a slot whose permit is paced by their tokens",
         "what the program in the kernel takes is spent by whoever sends: counted by itself, on top",
     ]
     record("tap", figures, notes=notes)

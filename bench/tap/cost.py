@@ -25,13 +25,17 @@ from tests.agent.node import Node, node
 # A permit is open or about to be: what the guard does when nothing else happens.
 _SETTLE_SECONDS = 3.0
 _SYNC_SECONDS = 2.0  # the operator's own default
-PARTS = ("guard", "tap opener", "tap parser", "engine host")
-GUARD_AND_TAP = PARTS[:3]
+PARTS = ("guard", "readers", "tap opener", "tap parser", "engine host")
+GUARD_AND_TAP = PARTS[:4]
+
+
+Part = tuple[psutil.Process, ...]
+"""The processes that are told as one."""
 
 
 @dataclass(frozen=True)
 class Used:
-    """What one process has used so far.
+    """What one part has used so far.
 
     Attributes:
         wakings: times that a thread had waited and went on.
@@ -52,26 +56,33 @@ class Phase:
     tokens: int = 0
 
 
-def used(process: psutil.Process) -> Used:
+def used(part: Part) -> Used:
     """CPU and wakings of every thread, in the scheduler's nanoseconds."""
     cpu_ns = wakings = 0
-    for task in Path(f"/proc/{process.pid}/task").iterdir():
+    for task in (task for one in part for task in Path(f"/proc/{one.pid}/task").iterdir()):
         cpu_ns += int((task / "schedstat").read_text().split()[0])
         status = (task / "status").read_text()
         wakings += int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
     return Used(cpu_ns / 1e9, wakings)
 
 
-def parts_of(running: Node) -> dict[str, psutil.Process]:
-    """The measured processes; the tap is two."""
-    opener = psutil.Process(running.processes["tap"].pid)
-    guard = psutil.Process(running.processes["agent"].pid)
-    host = psutil.Process(running.processes["host"].pid)
-    return dict(zip(PARTS, (guard, opener, opener.children()[0], host), strict=True))
+def parts_of(running: Node) -> dict[str, Part]:
+    """The measured processes; the tap is two, and the guard has a reader for each replica."""
+    opener, guard, host = (
+        psutil.Process(running.processes[name].pid) for name in ("tap", "agent", "host")
+    )
+    readers = tuple(guard.children(recursive=True))
+    found: tuple[Part, ...] = ((guard,), readers, (opener,), (opener.children()[0],), (host,))
+    return dict(zip(PARTS, found, strict=True))
+
+
+def memory(part: Part) -> int:
+    """Bytes of its processes (PSS)."""
+    return sum(int(one.memory_full_info().pss) for one in part)
 
 
 async def phase(
-    parts: dict[str, psutil.Process], work: Awaitable[object], requests: int = 0, tokens: int = 0
+    parts: dict[str, Part], work: Awaitable[object], requests: int = 0, tokens: int = 0
 ) -> Phase:
     """Count around one piece of work."""
     began = time.monotonic()
@@ -172,7 +183,7 @@ async def measure(options: argparse.Namespace) -> list[Figure]:
             short = await phase(parts, _one_by_one(running, requests), requests)
             streaming = _streams(running, options.streams, options.tokens)
             streams = await phase(parts, streaming, options.streams, tokens)
-            pss = {name: process.memory_full_info().pss for name, process in parts.items()}
+            pss = {name: memory(part) for name, part in parts.items()}
     return figures_of((idle, short, streams), pss, options.tokens_per_request)
 
 

@@ -1,9 +1,14 @@
 """Both readers of the tap beside each other: CPU of guard and tap while replicas stream.
 
 A whole node of processes with fake engines, as in ``cost``, and a pool that names TTFT and TPOT.
-Its busy replicas answer no page, so the tap is never verified there and a slot's gate stays shut;
-what a paced permit takes is in ``cost``. The tap reads tokens packet by packet, and then again with
-the kernel counting them. What is counted is CPU time, not its share of a busy machine's.
+The tap reads tokens packet by packet, and then again with the kernel counting them. What is counted
+is CPU time, not its share of a busy machine's.
+
+| place | beside each busy replica |
+|---|---|
+| not lent | nothing |
+| gates shut | a slot whose gate is shut: the replica answers no page and is not verified |
+| gates open | a slot whose permit is paced by the replica's tokens |
 """
 
 from __future__ import annotations
@@ -25,14 +30,15 @@ from bench.record import Figure, figure
 from bench.tap.cost import GUARD_AND_TAP, parts_of, phase
 from rose_agent.os.bpf_maps import CALLS
 from rose_core.identity import GpuUuid, PodUid
-from tests.agent.node import POOL, Node, node
+from tests.agent.node import POOL, SLOT, Node, node
 
 READERS = ("packets", "kernel")
+PLACES = ("not lent", "gates shut", "gates open")
 _TTFT_MS, _TPOT_MS = 2000, 50
 _INTERVAL_MS = 20.0
 TOKENS = 200  # of a request
 _FEWEST_WAKINGS = 5  # a second; heartbeats are 8 where nothing may have to be stopped
-_WARM_SECONDS = 8.0  # until replicas count as never idle, and are watched closely
+_WARM_SECONDS = 12.0  # until replicas count as never idle, and are watched closely and paced
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -118,15 +124,17 @@ class Blasts:
 
 
 @contextlib.asynccontextmanager
-async def blasting(replicas: int, tokens_per_second: float) -> AsyncIterator[Blasts]:
-    """Start so many, which make so many tokens together."""
+async def blasting(
+    replicas: int, tokens_per_second: float, *, silent: bool
+) -> AsyncIterator[Blasts]:
+    """Start so many, which make so many tokens together; silent ones answer no page."""
     streams = max(1, round(tokens_per_second * _INTERVAL_MS / 1e3 / replicas))
     made, ports = [], []
     try:
         for _ in range(replicas):
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "bench.tap.blast"),
-                *(str(streams), str(_INTERVAL_MS), str(TOKENS)),
+                *(str(streams), str(_INTERVAL_MS), str(TOKENS), *(["silent"] if silent else [])),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )
@@ -148,40 +156,59 @@ async def _watched(running: Node, blasts: Blasts) -> None:
     await running.until(lambda: len(metrics.children()) == 1, "the tap has its parser")
 
 
-def _has_slots(running: Node, replicas: int) -> bool:
-    """Whether the guard has a slot beside each of so many replicas."""
-    reported = running.operator.requests[-1].slots if running.operator.requests else ()
-    return len(reported) > replicas
+def _slots(running: Node, replicas: int, *, gate_open: bool) -> bool:
+    """Whether the guard has a slot beside each of so many replicas, and their gates stand so."""
+    if not running.operator.requests:
+        return False
+    busy = [one for one in running.operator.requests[-1].slots if one.slot.uid != SLOT.uid]
+    return len(busy) == replicas and all(one.gate_open is gate_open for one in busy)
+
+
+async def _verified(running: Node) -> bool:
+    """Whether every replica's own count has been found to agree with the tap's."""
+    return all(one["verified"] for one in (await running.report())["replicas"])
+
+
+async def _open_seconds(running: Node) -> float:
+    """How long permits beside busy replicas have been open, all of them together."""
+    slots = (await running.report())["slots"]
+    return sum(float(one["openSeconds"]) for one in slots if one["uid"] != SLOT.uid)
 
 
 async def share(
-    reader: str, replicas: int, tokens_per_second: float, seconds: float, *, lent: bool
+    reader: str, replicas: int, tokens_per_second: float, seconds: float, place: str
 ) -> list[Figure]:
-    """CPU of guard and tap at this rate, with a slot beside each busy replica or beside none."""
+    """CPU of guard and tap at this rate, with this beside each busy replica."""
     aim = 3.0 if replicas == 1 else 5.0
-    place = "lent" if lent else "not lent"
+    is_open = place == "gates open"
     name = f"{reader}: {tokens_per_second:,.0f} tokens/s on {replicas}, {place}"
     with tempfile.TemporaryDirectory(prefix="rose") as folder:
         async with (
-            blasting(replicas, tokens_per_second) as blasts,
+            blasting(replicas, tokens_per_second, silent=place == "gates shut") as blasts,
             node(Path(folder), cgroup="auto", tap_flags=("--tokens", reader)) as running,
         ):
             running.operator.sync_seconds = 2.0
             running.operator.ttft_ms, running.operator.tpot_ms = _TTFT_MS, _TPOT_MS
             await _watched(running, blasts)
-            if lent:
+            if place != "gates shut":  # while they stand still; it takes long where many hide
+                await running.until(lambda: _verified(running), "their taps are verified")
+            if place != "not lent":
                 running.operator.beside = blasts.gpus
-                await running.until(lambda: _has_slots(running, replicas), "slots beside them")
+                await running.until(
+                    lambda: _slots(running, replicas, gate_open=is_open), f"{place} beside them"
+                )
             await blasts.stream(_WARM_SECONDS)
-            parts = parts_of(running)
+            parts, opened = parts_of(running), await _open_seconds(running)
             with _filter_seconds() as filtered:
                 task = asyncio.create_task(blasts.stream(seconds))
                 found = await phase(parts, asyncio.wait([task]))
                 program_s = filtered()
             tokens, requests = task.result()
+            opened = (await _open_seconds(running) - opened) / found.seconds / replicas
     wakings = found.wakings["tap parser"] / found.seconds
     kept_up = wakings >= _FEWEST_WAKINGS
     core = {part: 100 * found.cpu_s[part] / found.seconds for part in GUARD_AND_TAP}
+    host = 100 * found.cpu_s["engine host"] / found.seconds
     tap = core["tap opener"] + core["tap parser"]
     return [
         # One that is behind all the time never waits; what it takes then says nothing.
@@ -191,6 +218,10 @@ async def share(
             at_most=aim if kept_up else None,
         ),
         figure(f"{name}: tap", tap, "% of a core"),
+        figure(f"{name}: readers of pages", core["readers"], "% of a core"),
+        figure(f"{name}: engine host, on top", host, "% of a core"),
+        figure(f"{name}: permits open", 100 * opened, "% of the time"),
+        figure(f"{name}: guard is woken", found.wakings["guard"] / found.seconds, "1/s"),
         figure(f"{name}: tokens seen to be sent", tokens / found.seconds, "1/s"),
         figure(f"{name}: requests", requests / found.seconds, "1/s"),
         figure(f"{name}: tap is woken", wakings, "1/s"),
@@ -202,6 +233,6 @@ async def compare(seconds: float) -> list[Figure]:
     """Every figure."""
     figures: list[Figure] = []
     for replicas, rate in ((1, 1_000.0), (8, 20_000.0)):
-        for reader, lent in itertools.product(READERS, (False, True)):
-            figures += await share(reader, replicas, rate, seconds, lent=lent)
+        for reader, place in itertools.product(READERS, PLACES):
+            figures += await share(reader, replicas, rate, seconds, place)
     return figures

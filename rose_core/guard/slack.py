@@ -97,8 +97,7 @@ def measure(
     sizes = {r.size for r in requests}
     one_more = max((predictor.prefill_s(size, shared=False) for size in sizes), default=0.0)
     account = _Account.of(len(streaming), objective, predictor)
-    decode = min((account.left_s(r, max(known_ns, r.last_ns)) for r in streaming), default=None)
-    saved = min((account.saved_s(r, one_more) for r in streaming), default=0.0)
+    decode, saved = account.least_s(streaming, known_ns, one_more)
     if objective.max_increase:
         saved = 0.0
     return Slack(
@@ -129,14 +128,40 @@ class _Account:
         whole = objective.whole_s(objective.tpot_s, alone)
         return cls(budget, whole - budget, predictor.decode_s(streaming, shared=True))
 
-    def left_s(self, request: LiveRequest, at_ns: int) -> float:
-        """Slack of a stream at that moment."""
-        return self.budget * request.tokens - (at_ns - request.first_ns) / 1e9 - self.step
+    def least_s(
+        self, streaming: list[LiveRequest], known_ns: int, prefill_s: float
+    ) -> tuple[float | None, float]:
+        """Smallest slack of a stream, and the least that one has saved.
 
-    def saved_s(self, request: LiveRequest, prefill_s: float) -> float:
-        """Slack at its last token, less what a prefill would take of it."""
-        uncovered = max(0.0, prefill_s - self.margin * request.tokens)
-        return self.left_s(request, max(request.first_ns, request.last_ns)) - uncovered
+        Every stream is looked at for every step of its replica, so this calls nothing.
+
+        Args:
+            streaming: requests whose first token has been seen.
+            known_ns: until when their tokens are known.
+            prefill_s: of one more request.
+
+        Returns:
+            The slack at ``known_ns``, or at a later last token; None without a stream. The slack at
+            the last token, less what the prefill would take of it; 0 without one.
+        """
+        if not streaming:
+            return None, 0.0
+        decode = saved = float("inf")
+        budget, margin, step = self.budget, self.margin, self.step
+        for request in streaming:
+            first_ns, last_ns, tokens = request.first_ns, request.last_ns, request.tokens
+            used_ns = last_ns - first_ns if last_ns > first_ns else 0
+            kept = budget * tokens - used_ns / 1e9 - step
+            if last_ns < known_ns:
+                used_ns = known_ns - first_ns
+            left = budget * tokens - used_ns / 1e9 - step
+            if left < decode:  # noqa: PLR1730  # a call costs as much as the rest
+                decode = left
+            if (uncovered := prefill_s - margin * tokens) > 0.0:
+                kept -= uncovered
+            if kept < saved:  # noqa: PLR1730
+                saved = kept
+        return decode, saved
 
 
 def _prefill(

@@ -28,6 +28,7 @@ from rose_core.guard.slot import SlotMachine, SlotPhase
 from rose_core.host_reasons import HostReason
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.rollouts.engines.kv_store import pool_secret
+from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import (
     Arrived,
     Ended,
@@ -521,6 +522,91 @@ async def test_paced_lending_is_judged_at_its_edges_and_not_at_every_token(
     looked.clear()
     made.on_tap([event], 1)
     assert bool(looked) is looks
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "steps"), [("nothing", 1), ("the stop button", 2), ("a match", 2)]
+)
+async def test_the_heartbeat_that_brings_an_arrival_steps_its_replica_once(
+    guard: tuple[Guard, Permit], monkeypatch: pytest.MonkeyPatch, meanwhile: str, steps: int
+) -> None:
+    made, _ = guard
+    made._matched_s = 0.0 if meanwhile == "a match" else time.monotonic()
+    if meanwhile == "the stop button":
+        made.rundir.stop.touch()
+    monkeypatch.setattr(made._pulse, "beat", made._tick)
+    stepped: list[str] = []
+    step = made._step_replica
+
+    def note(uid: PodUid, now_ns: int, arrival_ns: int) -> None:
+        stepped.append(uid)
+        step(uid, now_ns, arrival_ns)
+
+    monkeypatch.setattr(made, "_step_replica", note)
+    now = time.monotonic_ns()
+    made.on_tap([Arrived(POD, 1, now, "/generate"), health(1)], now)
+    assert stepped == [POD] * steps
+    stepped.clear()
+    made.on_tap([health(1)], now)
+    assert stepped == [POD], "a heartbeat without news is a tick"
+
+
+async def test_an_unverified_tap_is_compared_often_and_figures_beside_it_are_read_seldom(
+    guard: tuple[Guard, Permit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = guard[0].replicas[POD]
+    replica.granted = True
+    asked: list[str] = []
+
+    async def loads() -> Figures:
+        asked.append("loads")
+        return Figures()
+
+    async def compare() -> bool:
+        asked.append("compare")
+        return False
+
+    rest = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        assert seconds == 0.2
+        if len(asked) > 8:
+            raise asyncio.CancelledError
+        await rest(0)
+
+    found: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(replica.reader, "loads", loads)
+        patch.setattr(replica, "compare", compare)
+        patch.setattr(asyncio, "sleep", sleep)
+        for verified in (None, True):
+            # Verified, and a request whose end may not show: figures say when it is over.
+            replica.verification = SignalVerification(verified=verified)
+            replica.take(Arrived(POD, 1, 1, "/generate", opaque=True), time.monotonic_ns())
+            replica.take(health(1), time.monotonic_ns())
+            asked.clear()
+            with pytest.raises(asyncio.CancelledError):
+                await replica.poll()
+            found.append(asked.count("loads"))
+    assert found == [1, 5]
+
+
+async def test_permits_that_open_together_are_told_to_the_host_once(
+    guard: tuple[Guard, Permit], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = guard[0].host
+    rings: list[Path] = []
+    monkeypatch.setattr("rose_engines.node.doorbell.ring", rings.append)
+    for _ in range(3):
+        host.ring_soon()
+    assert not rings, "the others are still to be stepped"
+    await asyncio.sleep(0)
+    assert len(rings) == 1
+    host.ring()
+    assert len(rings) == 2, "what closes is told inside the call"
+    host.ring_soon()
+    await asyncio.sleep(0)
+    assert len(rings) == 3
 
 
 async def test_a_slot_rests_while_its_engine_is_held_and_no_sooner(

@@ -20,9 +20,9 @@ import pytest
 from aiohttp import web
 
 from rose_agent.pods.model import ServingPod
-from rose_agent.signals import reader
+from rose_agent.signals import confined, reader
 from rose_agent.signals.http import LARGEST_PAGE, session_of
-from rose_agent.signals.messages import Described, Latest, WireFigures, pack, replies
+from rose_agent.signals.messages import Describe, Described, Latest, WireFigures, pack, replies
 from rose_agent.signals.reader import ConfinedReaders, DirectReaders, Reader, ReaderFactoryGone
 from rose_agent.signals.snapshot import LARGEST_SNAPSHOT, Snapshot, open_snapshot
 from rose_core.identity import PodUid
@@ -175,6 +175,38 @@ async def test_a_schedulers_snapshot_is_followed(own: bool, shared: Path) -> Non
             with shared.open("r+b") as file:
                 file.write(snapshot_of(num_running_reqs=5, num_waiting_reqs=0))
             await until(lambda: one.snapshot().running == 5)
+
+
+async def test_a_reader_without_a_snapshot_does_not_wake_for_it(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pod = ServingPod(POD, "chat", "pod", "chat/pool", "127.0.0.1", 9)
+    channel, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    handover, its_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    rest, woken = asyncio.sleep, asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        woken.set()
+        await rest(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with channel, far, handover, its_end, mapping(shared) as pid:
+        running = asyncio.create_task(
+            confined._Reader(confined.begin_of(pod, "SGLang"), far, its_end).run()
+        )
+        channel.setblocking(False)
+        channel.send(pack(Describe(())))
+        await asyncio.get_running_loop().sock_recv(channel, 65536)  # it has begun
+        for _ in range(10):
+            await rest(0)
+        assert not woken.is_set()
+        descriptor = open_snapshot(pid)
+        assert descriptor is not None
+        socket.send_fds(handover, [b"."], [descriptor])
+        os.close(descriptor)
+        await woken.wait()
+        channel.shutdown(socket.SHUT_RDWR)
+        await running
 
 
 @both

@@ -16,28 +16,30 @@ S = 1_000_000_000
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> tuple[SlotPermit, list[bool]]:
+def held(tmp_path: Path) -> tuple[SlotPermit, list[str]]:
     Permit.create(tmp_path / "permit").detach()
-    rings: list[bool] = []
-    permit = SlotPermit(tmp_path / "permit", lambda: rings.append(True))
+    rings: list[str] = []
+    permit = SlotPermit(
+        tmp_path / "permit", partial(rings.append, "now"), partial(rings.append, "soon")
+    )
     assert permit.remap(0)
     return permit, rings
 
 
 def test_the_enforcer_hears_of_a_permit_that_opens_or_ends_sooner_and_of_no_other(
-    held: tuple[SlotPermit, list[bool]],
+    held: tuple[SlotPermit, list[str]],
 ) -> None:
     permit, rings = held
     now = time.monotonic_ns()
     received = []
     for until_ns in (now + 9 * S, now + 9 * S + 1, now + 8 * S):
         permit.extend(until_ns, FIRST_LANE)
-        received.append(len(rings))
-    assert received == [1, 1, 2]
+        received.append(list(rings))
+    assert received == [["soon"], ["soon"], ["soon", "now"]]
 
 
 def test_an_engine_reads_shorter_chunks_before_its_permit_opens(
-    held: tuple[SlotPermit, list[bool]],
+    held: tuple[SlotPermit, list[str]],
 ) -> None:
     permit, _ = held
     assert permit.mapped is not None
@@ -59,12 +61,12 @@ def test_an_engine_reads_shorter_chunks_before_its_permit_opens(
 
 
 def test_a_permit_that_has_lapsed_is_closed_without_a_ring(
-    held: tuple[SlotPermit, list[bool]],
+    held: tuple[SlotPermit, list[str]],
 ) -> None:
     permit, rings = held
     permit.extend(time.monotonic_ns() + 9 * S, FIRST_LANE)
     assert permit.close()
-    assert len(rings) == 2
+    assert rings == ["soon", "now"], "a stop does not wait for the other slots"
     permit.extend(1, FIRST_LANE)
     before = len(rings)
     assert not permit.close(), "it ended by itself, and the enforcer knew when"

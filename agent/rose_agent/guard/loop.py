@@ -33,7 +33,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -300,6 +300,7 @@ class Guard:
         self._stop_pressed, self._stop_button = False, str(rundir.stop)
         self._ticked_ns = time.monotonic_ns()
         self._rested_ns = 0
+        self._stepped: set[PodUid] = set()
         self._matched, self._matched_s = False, 0.0
         self._pulse = Ticker(self._tick, TICK_SECONDS)
         self.address = ""  # where guards of other nodes may ask
@@ -330,7 +331,9 @@ class Guard:
             self.recorder.note(event.time_ns, event.replica, "arrived", request=event.request)
         healths = (event for event in others if isinstance(event, Health))
         if any(not self._timers.fires_soon(one.replica, now_ns) for one in healths):
+            self._stepped = touched  # just now, on all that is known
             self._pulse.beat()  # else whoever looks then steps all
+            self._stepped = set()
 
     def _take(self, event: TapEvent, now_ns: int) -> bool:
         """Apply an event; whether its replica has to be stepped for it."""
@@ -396,13 +399,20 @@ class Guard:
         """Whether a pool burns its error budget on this node now."""
         return self.pools.is_burning(self.policies, time.monotonic_ns())
 
-    def step_all(self, *, resting: bool = True) -> None:
-        """Step every slot; but those ``resting`` only where that is asked for."""
+    def step_all(self, *, resting: bool = True, but: Collection[PodUid] = ()) -> None:
+        """Step every slot; those ``resting`` only where that is asked for.
+
+        Args:
+            resting: those as well.
+            but: replicas that were stepped for the same events a moment ago.
+        """
         now_ns = time.monotonic_ns()
         if resting:
             self._rested_ns = now_ns
         for uid in self.replicas:
-            if self._is_followed(uid) and (resting or not self._rests(uid)):
+            if uid in but or not self._is_followed(uid):
+                continue
+            if resting or not self._rests(uid):
                 self._step_replica(uid, now_ns, 0)
         for slot in self.slots.values():
             if slot.grant is None or slot.grant.pod_uid not in self.replicas:
@@ -568,13 +578,15 @@ class Guard:
         return None if young and unconfirmed else False
 
     def _tick(self) -> bool:
-        began = time.monotonic()
-        self._stop_pressed = os.path.exists(self._stop_button)  # noqa: PTH110  # hot path
+        began, but = time.monotonic(), self._stepped
+        pressed = os.path.exists(self._stop_button)  # noqa: PTH110  # hot path
+        if pressed is not self._stop_pressed:
+            self._stop_pressed, but = pressed, set()
         if began - self._matched_s >= _MATCH_SECONDS:
-            self._matched_s = began
+            self._matched_s, but = began, set()
             self._match()
         # As the ticker has it: what rests is stepped half as often, whatever else is on the node.
-        self.step_all(resting=time.monotonic_ns() - self._rested_ns >= _TICK_NS // 2)
+        self.step_all(resting=time.monotonic_ns() - self._rested_ns >= _TICK_NS // 2, but=but)
         self._ticked_ns = time.monotonic_ns()
         metrics.TICK_SECONDS.observe(time.monotonic() - began)
         return self._resting()

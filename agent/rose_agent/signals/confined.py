@@ -156,6 +156,7 @@ class _Reader:
         self._channel, self._handover = channel, handover
         self._source: Feed | Snapshot | None = None
         self._every_seconds = begin.every_seconds
+        self._has_source = asyncio.Event()
         self._sent: Figures | None = None
         self._sent_at = 0.0
 
@@ -172,6 +173,7 @@ class _Reader:
             loop.add_reader(self._handover, self._take_over)
             if self._begin.feed_host:
                 self._source = Feed(self._begin.feed_host, self._begin.feed_port)
+                self._has_source.set()
             tasks = [asyncio.create_task(self._answer(engine, asks)) for _ in range(2)]
             tasks.append(asyncio.create_task(self._watch()))
             try:
@@ -210,6 +212,7 @@ class _Reader:
         if self._source is not None:
             self._source.close()
         self._source = Snapshot(descriptors[0])
+        self._has_source.set()
 
     async def _answer(self, engine: EngineReader, asks: asyncio.Queue[Ask]) -> None:
         while True:
@@ -222,6 +225,7 @@ class _Reader:
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
+        await self._has_source.wait()  # most engines have none, and waking for nothing costs
         while True:
             if self._source is not None:
                 figures = self._source.read()

@@ -9,16 +9,25 @@ listens.
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from pathlib import Path
 
 
 def ring(path: Path) -> None:
     """Wake the process that listens there; never waits, never fails, also when none does."""
-    kind = socket.SOCK_DGRAM | socket.SOCK_NONBLOCK
     # A full queue wakes the listener without this one.
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, kind) as bell:
-        bell.sendto(b"\0", str(path))
+    with contextlib.suppress(OSError):
+        _sender().sendto(b"\0", str(path))
+
+
+@functools.cache
+def _sender() -> socket.socket:
+    """One for the whole process, because making it costs more than to send.
+
+    It is bound to no listener, so that it finds the one that stands at a path now.
+    """
+    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
 
 
 class Listener:

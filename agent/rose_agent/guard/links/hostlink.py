@@ -52,6 +52,7 @@ class HostLink:
         self._bell = RunDir(path.parent).enforcer_bell
         self._on_status = on_status
         self._kick = asyncio.Event()
+        self._rings_soon = False
         self.engines: dict[SlotUid, EngineStatus] = {}
         self.capabilities: dict[str, str] = {}
         self.certificates: tuple[str, ...] = ()
@@ -66,6 +67,16 @@ class HostLink:
     def ring(self) -> None:
         """A permit has been opened or closed: the host's enforcer looks now."""
         doorbell.ring(self._bell)
+
+    def ring_soon(self) -> None:
+        """Permits have been opened, perhaps several: ring once, when this step is over."""
+        if not self._rings_soon:
+            self._rings_soon = True
+            asyncio.get_running_loop().call_soon(self._ring_once)
+
+    def _ring_once(self) -> None:
+        self._rings_soon = False
+        self.ring()
 
     def ask_soon(self) -> None:
         """Ask for the status without waiting for the next turn."""

@@ -33,6 +33,7 @@ from rose_core.telemetry.verify import SignalVerification
 from rose_core.wire.sync import PoolPolicy, SignalSource
 
 _LASTING_NS = 5_000_000_000
+_IDLY_SECONDS = 1.0  # between two readings of figures by which nobody goes
 _SILENT_NS = 1_000_000_000  # several heartbeats
 # Usable idle shares between which tokens become interesting, well before a replica is never idle.
 _HARDLY_IDLE, _IDLE_ENOUGH = 0.2, 0.4
@@ -299,11 +300,15 @@ class GuardedReplica:
 
     async def poll(self) -> None:
         """Read ``/v1/loads`` and compare counters until cancelled."""
-        compared = 0.0
+        compared = asked = 0.0
         while True:
             tapped = self.signal(time.monotonic_ns()).source is SignalSource.WIRE_TAP
             uses_tap = SignalSource.WIRE_TAP in self.policy.allowed_signals
-            if SignalSource.LOADS in self.policy.allowed_signals:
+            # A tap that is heard and may be wrong is not outvoted: only its counts are compared.
+            idle = uses_tap and not self.verification.verified and self._reads_tap()
+            due = not idle or time.monotonic() - asked >= _IDLY_SECONDS
+            if SignalSource.LOADS in self.policy.allowed_signals and due:
+                asked = time.monotonic()
                 figures = await self.reader.loads()
                 if figures.running is not None:
                     self.note_figures(SignalSource.LOADS, figures, time.monotonic_ns())

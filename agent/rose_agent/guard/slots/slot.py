@@ -52,11 +52,12 @@ class SlotPermit:
 
     Args:
         path: where the host puts it.
-        ring: tells the host's enforcer of a change.
+        ring: tells the host's enforcer of a change at once.
+        ring_soon: tells it when all slots have been stepped.
     """
 
-    def __init__(self, path: Path, ring: Callable[[], None]) -> None:
-        self._path, self._ring = path, ring
+    def __init__(self, path: Path, ring: Callable[[], None], ring_soon: Callable[[], None]) -> None:
+        self._path, self._ring, self._ring_soon = path, ring, ring_soon
         self._inode = 0
         self._looked_ns = 0
         self.mapped: Permit | None = None
@@ -100,8 +101,9 @@ class SlotPermit:
         if self.mapped is None:
             return
         before = self.mapped.until_ns
-        # The enforcer knows when to look next from the deadline that it has seen.
-        must_ring = before <= time.monotonic_ns() or until_ns < before
+        # The enforcer knows when to look next from the deadline that it has seen. Periods begin
+        # for all slots together, so what opens is told once; what ends sooner is told at once.
+        opens, must_ring = before <= time.monotonic_ns(), until_ns < before
         self.mapped.divide_chunks(chunk_divisor)  # first: nobody computes long ones meanwhile
         if self.mapped.lane == lane:
             self.mapped.extend(until_ns)
@@ -112,6 +114,8 @@ class SlotPermit:
             must_ring = True
         if must_ring:
             self._ring()
+        elif opens:
+            self._ring_soon()
 
     def close(self) -> bool:
         """Close it and ring the bell; False when it had been closed or had lapsed already."""
@@ -348,7 +352,7 @@ class GuardedSlot:
         self._on_change = on_change
         self._limits = LadderLimits()
         self._lane = lanes.LaneChoice()
-        self._permit = SlotPermit(folder.permit, host.ring)
+        self._permit = SlotPermit(folder.permit, host.ring, host.ring_soon)
         self._calls = Calls(self._call_ended)
         self._hold = Hold(self._calls, self._ask_hold, self._note_stop)
         order = read_json(folder.slot, EnsureEngine)
