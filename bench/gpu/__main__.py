@@ -357,13 +357,16 @@ def _judge(
     """One run of the suite."""
     names = suite.chosen(options.only, run if isinstance(run, int) else None)
 
-    def measure(check: suite.Check) -> list[tuple[str, float, str]]:
-        sys.stdout.write(f"{check.name} (at most {check.budget_s:.0f} s)\n")
-        sys.stdout.flush()
-        return suite.apart(check, rehearse=rehearse)
-
     limit = options.limit * (suite.REHEARSAL_PATIENCE if rehearse else 1)
-    outcome = suite.carry_out(names, measure, limit)
+    way = suite.rehearsed(names) if rehearse else contextlib.nullcontext(suite.apart)
+    with way as carry_out:
+
+        def measure(check: suite.Check) -> list[tuple[str, float, str]]:
+            sys.stdout.write(f"{check.name} (at most {check.budget_s:.0f} s)\n")
+            sys.stdout.flush()
+            return carry_out(check)
+
+        outcome = suite.carry_out(names, measure, limit)
     figures = aims.judged(outcome.measured)
     verdict_of = aims.verdicts(figures, names)
     rows = [

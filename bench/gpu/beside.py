@@ -12,6 +12,8 @@ import contextlib
 import importlib
 import itertools
 import json
+import math
+import os
 import queue
 import random
 import signal
@@ -20,11 +22,13 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from bench.gpu import stepper
 from bench.gpu.stepper import Step
 
 Measured = list[tuple[str, float, str]]
@@ -37,6 +41,7 @@ _LISTED_SECONDS = 2.0
 _SETTLE_SECONDS = 0.1
 # Freezes of a storm beside which a process starts: one takes seconds, so few.
 _STARTS_EVERY = 20
+_LOOK_SECONDS = 0.005
 # After which a killed process's memory counts as lost.
 _FREE_SECONDS = 30.0
 _NEWCOMER = "import torch; torch.zeros(1, device='{}').sum().item()"
@@ -72,19 +77,95 @@ class Scale:
         return cls("cpu", seconds=0.05, stops=1, storm_seconds=0.3, newcomer="pass")
 
 
+class Forked:
+    """A process of a rehearsal, with the face of ``Popen``.
+
+    It has torch from its parent: the import takes many times longer than all that it rehearses. On
+    a GPU each process is a Python of its own, since a context does not survive a fork.
+
+    Args:
+        work: what it does; its standard input and output are pipes to the parent.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        importlib.import_module("torch")
+        orders, given = os.pipe()
+        answered, answers = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(work, orders, answers)
+        os.close(orders)
+        os.close(answers)
+        self.stdin, self.stdout = os.fdopen(given, "w"), os.fdopen(answered)
+        self.returncode: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        """To it alone; nothing once it has been waited for."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it."""
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout: float = math.inf) -> int:
+        """Wait for its end, and return its exit status.
+
+        Raises:
+            TimeoutExpired: it goes on.
+        """
+        deadline = time.monotonic() + timeout
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rehearsal's process", timeout)
+            else:
+                time.sleep(_LOOK_SECONDS)
+        return self.returncode
+
+    def communicate(self, text: str, timeout: float) -> None:
+        """Write to it, and wait for its end."""
+        with self.stdin, self.stdout:
+            self.stdin.write(text)
+            self.stdin.flush()
+            self.wait(timeout)
+
+
+def _become(work: Callable[[], object], orders: int, answers: int) -> NoReturn:
+    """Turn this fork into the process."""
+    status = 1
+    try:
+        os.dup2(orders, 0)
+        os.dup2(answers, 1)
+        os.closerange(3, max(int(fd.name) for fd in Path("/proc/self/fd").iterdir()) + 1)
+        sys.stdin, sys.stdout = os.fdopen(0), os.fdopen(1, "w")
+        work()
+        sys.stdout.flush()
+        status = 0
+    except Exception:  # noqa: BLE001  # whatever it is, this copy of the parent goes no further
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 class Neighbour:
     """One ``stepper``."""
 
     def __init__(self, scale: Scale, kinds: Sequence[str]) -> None:
         flags = ["--device", scale.device, "--kinds", ",".join(kinds)]
-        flags += [] if scale.gpu else ["--tiny"]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.gpu.stepper", *flags],
-            cwd=_ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process: subprocess.Popen[str] | Forked
+        if scale.gpu:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "bench.gpu.stepper", *flags],
+                cwd=_ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        else:
+            self._process = Forked(lambda: stepper.main([*flags, "--tiny"]))
         if self._process.stdin is None or self._process.stdout is None:
             raise OSError("no pipe to the worker")
         self._orders, self._output = self._process.stdin, self._process.stdout
@@ -266,12 +347,17 @@ class _Bare:
     """A process with a context and nothing else."""
 
     def __init__(self, device: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _CONTEXT.format(device)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        code = _CONTEXT.format(device)
+        self._process: subprocess.Popen[str] | Forked
+        if device == "cuda":
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        else:
+            self._process = Forked(lambda: exec(code))  # noqa: S102  # the line above
         if self._process.stdout is None or not self._process.stdout.readline():
             raise OSError(f"a process cannot use the GPU: it ended with {self._process.wait()}")
 

@@ -15,8 +15,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,20 +119,15 @@ def carry_out(
     return outcome
 
 
-def apart(check: Check, *, rehearse: bool = False) -> Measured:
+def apart(check: Check) -> Measured:
     """In a process of its own, ended with all of its own at the end of its budget.
-
-    Args:
-        check: which.
-        rehearse: small, on the CPU.
 
     Raises:
         OSError: it failed, or took too long.
     """
-    small = ["--rehearse"] if rehearse else []
-    budget_s = check.budget_s * (REHEARSAL_PATIENCE if rehearse else 1)
+    budget_s = check.budget_s
     process = subprocess.Popen(
-        [sys.executable, "-m", "bench.gpu.suite", check.name, *small],
+        [sys.executable, "-m", "bench.gpu.suite", check.name],
         cwd=_ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -150,10 +146,60 @@ def apart(check: Check, *, rehearse: bool = False) -> Measured:
     return [(name, float(value), unit) for name, value, unit in json.loads(output.splitlines()[-1])]
 
 
+@contextlib.contextmanager
+def rehearsed(names: Sequence[str]) -> Iterator[Callable[[Check], Measured]]:
+    """The checks of a run in one process, small and on the CPU: torch is imported once.
+
+    Args:
+        names: which, in the order in which they are asked for.
+
+    Yields:
+        Gives a check's figures. It raises OSError where the check failed, or takes too long.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bench.gpu.suite", *names, "--rehearse"],
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+    def end() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # frozen workers too
+
+    def measure(check: Check) -> Measured:
+        late = threading.Timer(check.budget_s * REHEARSAL_PATIENCE, end)
+        late.start()
+        line = process.stdout.readline() if process.stdout is not None else ""
+        late.cancel()
+        if not line:
+            raise OSError(f"ended with {process.wait()}")
+        found = json.loads(line)
+        if isinstance(found, str):
+            raise OSError(found)
+        return [(name, float(value), unit) for name, value, unit in found]
+
+    try:
+        yield measure
+    finally:
+        end()
+        process.communicate()  # reaps it and closes the pipe
+
+
 def main(argv: list[str]) -> int:
-    """One check, for ``apart``: its name, and ``--rehearse``."""
-    scale = Scale.rehearsal() if "--rehearse" in argv else Scale()
-    sys.stdout.write(json.dumps(CHECKS[argv[0]].measure(scale)) + "\n")
+    """One check, for ``apart``, or those of a rehearsal: names, and ``--rehearse``."""
+    if "--rehearse" not in argv:
+        sys.stdout.write(json.dumps(CHECKS[argv[0]].measure(Scale())) + "\n")
+        return 0
+    for name in argv[:-1]:
+        found: Measured | str
+        try:
+            found = CHECKS[name].measure(Scale.rehearsal())
+        except _FAILURES as error:
+            found = f"{type(error).__name__}: {error}"
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
     return 0
 
 

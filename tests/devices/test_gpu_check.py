@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu import suite
 from bench.gpu.__main__ import main, write
 from bench.gpu.aims import AIMS, judged, lines, settings, table_of_aims, verdicts
 from bench.gpu.beside import Measured
@@ -20,7 +21,15 @@ from bench.gpu.checks import spread, step_ms
 from bench.gpu.commits import MODELS, shapes
 from bench.gpu.pack import LIGHT, pack, split
 from bench.gpu.stepper import KINDS
-from bench.gpu.suite import BOUND_SECONDS, CHECKS, Check, apart, carry_out, chosen
+from bench.gpu.suite import (
+    BOUND_SECONDS,
+    CHECKS,
+    Check,
+    apart,
+    carry_out,
+    chosen,
+    rehearsed,
+)
 from rose_core.guard.chunk import prefill_chunk
 
 ROOT = Path(__file__).parents[2]
@@ -156,6 +165,24 @@ def test_every_aim_says_what_would_refute_it_and_the_page_lists_it() -> None:
 def test_a_check_that_outlives_its_budget_is_ended_with_what_it_has_started() -> None:
     with pytest.raises(OSError, match=r"no end within its 0 s"):
         apart(Check("nvml", "bench.gpu.beside", 0.01, 1))
+
+
+def test_a_check_apart_gives_what_its_process_printed_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "bench" / "gpu"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    code = "import json, sys; print('noise'); print(json.dumps([[sys.argv[1], 1, 'ms']]))"
+    (package / "suite.py").write_text(code)
+    monkeypatch.setattr(suite, "_ROOT", tmp_path)
+    assert apart(CHECKS["nvml"]) == [("nvml", 1.0, "ms")]
+
+
+def test_a_rehearsal_whose_process_ends_says_how() -> None:
+    with rehearsed(["footprint"]) as carry_out, pytest.raises(OSError, match="ended with 1"):
+        carry_out(CHECKS["footprint"])  # there is no library of NVML
 
 
 def test_each_aim_belongs_to_a_check_that_there_is() -> None:
