@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rose_simulate.files.reading import read_material, read_scenario
-from rose_simulate.model.errors import Impossible
+from rose_simulate.model.errors import Impossible, ScenarioError
 from rose_simulate.model.fleets.curves import (
     Curve,
     Lender,
@@ -135,15 +135,22 @@ def test_a_fleet_says_where_its_engines_lack_trajectories(
     assert 0.2 < fed.lent_worth < 1.0
 
 
-def test_both_readings_of_the_papers_rules_are_one_in_a_fleet(
+def test_both_readings_of_the_papers_rules_are_one_in_a_fleet_and_only_one_is_run(
     setup: FleetScenario, material: SimulationInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleets, "LOADS", (0.0, 0.4))
     readings = Regime.ROSE_PAPER, Regime.ROSE_PAPER_DEDICATED
-    here = full(setup, regimes=readings, seeds=(1,), seconds=120.0)
-    first, second = run_fleet(here, material, lambda _one: None).outcomes
+    first, second = (
+        run_fleet(
+            full(setup, regimes=(one,), seeds=(1,), seconds=120.0), material, lambda _one: None
+        ).outcomes[0]
+        for one in readings
+    )
     assert first.tokens_per_s > 0
     assert second == msgspec.structs.replace(first, regime=second.regime)
+    both = full(setup, regimes=readings, seeds=(1,), seconds=120.0)
+    with pytest.raises(ScenarioError, match="rose-paper-dedicated is rose-paper in a fleet"):
+        run_fleet(both, material, lambda _one: None)
 
 
 def tank(job: RolloutJob, *, by_age: bool = True) -> FluidJob:
@@ -347,6 +354,7 @@ def test_the_shadow_price_of_a_violation_stands_in_a_fleets_table_and_page() -> 
         ("tpot_ms: 150", "tpot_ms: 5", "services.0.service.tpot_ms: is not above"),
         ("borrowed: 100", "borrowed: 900", "jobs.job.borrowed: borrows 900 replicas"),
         ("staleness: 1", "awaits_weights: true", "jobs.job.awaits_weights: a fleet's bins"),
+        ("load: {", "load: {prompt_spread: 0.1, ", "services.0.service.load: a fleet does not"),
     ],
 )
 def test_impossible_fleets_are_refused(tmp_path: Path, old: str, new: str, reason: str) -> None:

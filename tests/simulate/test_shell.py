@@ -2,6 +2,7 @@
 
 import json
 import random
+import statistics
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from rose_simulate.files.reading import read_arrivals, read_material, read_scenario
 from rose_simulate.main import main
 from rose_simulate.model.errors import Impossible, ScenarioError, TraceError
+from rose_simulate.model.gpus.gates import ServingRequest
 from rose_simulate.model.jobs.workload import (
     ALIKE,
     Episode,
@@ -18,6 +20,9 @@ from rose_simulate.model.jobs.workload import (
     group,
     replay,
 )
+from rose_simulate.model.regimes import RULES
+from rose_simulate.model.scenarios.scenario import Regime, Scenario, Service
+from rose_simulate.model.simulation import Simulation
 from tests.simulate.worlds import EPISODES
 
 SCENARIOS = Path(__file__).parents[2] / "simulate" / "scenarios"
@@ -132,6 +137,35 @@ def test_a_replay_has_the_wanted_rate_and_keeps_order() -> None:
     times = [one.arrived_ns for one in found]
     assert times == sorted(times)
     assert [one.number for one in found] == list(range(len(found)))
+
+
+def test_prompts_are_spread_by_seed_and_arrivals_stay() -> None:
+    scenario = read_scenario(SCENARIOS / "tight-spread.yaml")
+    assert isinstance(scenario, Scenario)
+    material = read_material(SCENARIOS / "tight-spread.yaml", scenario)
+    (service,) = scenario.services
+    plain = service.model_copy(
+        update={"load": service.load.model_copy(update={"prompt_spread": 0.0})}
+    )
+
+    def requests(seed: int, asked: Service) -> list[ServingRequest]:
+        chosen = scenario.model_copy(update={"services": (asked,), "seconds": 60.0})
+        made = Simulation(chosen, RULES[Regime.FIXED], seed, material)
+        return list(made.requests[service.name])
+
+    rows, first, other = requests(1, plain), requests(1, service), requests(2, service)
+    assert [(a.arrived_ns, a.output) for a in rows] == [(a.arrived_ns, a.output) for a in first]
+    factors = [b.prompt / a.prompt for a, b in zip(rows, first, strict=True) if a.prompt > 1000]
+    assert 0.79 < min(factors) < 0.85
+    assert 1.15 < max(factors) < 1.21
+    assert statistics.mean(factors) == pytest.approx(1.0, abs=0.03)
+    assert max(a.prompt for a in first) != max(a.prompt for a in other)
+
+
+def test_only_a_traces_prompts_are_spread(tmp_path: Path) -> None:
+    path = edited(tmp_path, "trace: traces/", "prompt_spread: 0.2, burst_every_s: 60} #")
+    with pytest.raises(Impossible, match="prompt_spread needs a trace"):
+        read_scenario(path)
 
 
 def test_a_burst_lies_inside_its_second() -> None:

@@ -8,6 +8,7 @@ listens.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import socket
@@ -27,7 +28,9 @@ def _sender() -> socket.socket:
 
     It is bound to no listener, so that it finds the one that stands at a path now.
     """
-    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    atexit.register(made.close)
+    return made
 
 
 class Listener:

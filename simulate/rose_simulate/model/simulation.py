@@ -36,6 +36,7 @@ from rose_simulate.model.jobs.workload import (
     bursts,
     replay,
     sessions,
+    spread,
 )
 from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
 from rose_simulate.model.routing.demand import SimulatedDemands
@@ -228,6 +229,9 @@ class Simulation:
                 offset_s=load.offset_s + draw.random() * 60.0,
                 draw=draw,
             )
+            if load.prompt_spread:  # drawn apart, so that arrivals are those without it
+                apart = random.Random(f"{self.seed}/{service.name}/prompts")  # noqa: S311
+                found = spread(found, load.prompt_spread, apart)
         else:
             found = bursts(
                 seconds=seconds,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from rose_core.rollouts.placement.selection import PolicyName
+from rose_simulate.model.errors import ScenarioError
 from rose_simulate.model.fleets.curves import (
     Alone,
     Curve,
@@ -51,7 +52,11 @@ def run_fleet(
         progress: told of every run that is over.
         derates: empty = the scenario's.
         loads: requests per second at which a replica is simulated by events; empty = ``LOADS``.
+
+    Raises:
+        ScenarioError: two regimes differ in nothing that a fleet has.
     """
+    _refuse_same(scenario.regimes)
     outcomes: list[FleetOutcome] = []
     for derate in derates or (scenario.derate,):
         here = scenario.model_copy(update={"derate": derate})
@@ -68,6 +73,23 @@ def run_fleet(
                 outcomes.append(run_bins(here, regime, seed, material, known[rules, seed]))
                 progress(outcomes[-1])
     return FleetResult(scenario.name, tuple(outcomes))
+
+
+def _refuse_same(regimes: Sequence[Regime]) -> None:
+    """Refuse regimes that would be the same run once more under another name.
+
+    Raises:
+        ScenarioError: no turn is placed in bins, and these differ in placement alone.
+    """
+    first: dict[RegimeRules, Regime] = {}
+    for regime in regimes:
+        same = first.setdefault(replace(RULES[regime], placement=PolicyName.JOINT), regime)
+        if same is not regime:
+            message = (
+                f"regimes: {regime} is {same} in a fleet, which places no turn: leave one of them"
+                " out, or compare them in a scenario of single events"
+            )
+            raise ScenarioError(message)
 
 
 def run_bins(

@@ -102,6 +102,16 @@ STUDIES: Mapping[str, Study] = {
         "percentile.",
         (*MAIN, Regime.UNGUARDED),
     ),
+    "tight-spread": Study(
+        "a tight SLO, and prompts of other lengths in each seed",
+        ("tight-spread",),
+        "`tight` with each prompt a fifth shorter to a fifth longer than its row's, drawn by seed. "
+        "The trace is played in a loop, so in `tight` the requests near the SLO are always the "
+        "same row; here they are others in each seed and lap.",
+        (Regime.FIXED, Regime.OURS),
+        derates=(0.5,),
+        band=(Interference(serving_slowdown=1.15, rollout_slowdown=1.3),),
+    ),
     "capacity": Study(
         "capacity binds",
         ("capacity",),

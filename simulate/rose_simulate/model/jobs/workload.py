@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.errors import TraceError
@@ -171,6 +171,16 @@ def replay(
         wanted, copy = wanted - keep, copy + 1
     found.sort()
     return [_request(number, *one) for number, one in enumerate(found)]
+
+
+def spread(
+    requests: Rows[ServingRequest], share: float, draw: random.Random
+) -> list[ServingRequest]:
+    """The same requests with prompts up to this share shorter or longer, each by its own draw."""
+    return [
+        replace(one, prompt=max(1, round(one.prompt * draw.uniform(1 - share, 1 + share))))
+        for one in requests
+    ]
 
 
 def sessions(

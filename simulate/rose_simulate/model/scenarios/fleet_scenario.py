@@ -87,6 +87,8 @@ def impossible_fleet(scenario: FleetScenario) -> Iterator[tuple[Where, str]]:
     for index, one in enumerate(scenario.services):
         if not one.service.load.trace:
             yield ("services", index, "service", "load"), "a fleet's services need a trace"
+        if one.service.load.prompt_spread:
+            yield ("services", index, "service", "load"), "a fleet does not spread prompts"
         # The rules for one service and one job hold for each of their kind.
         single = Scenario(
             name=scenario.name,

@@ -85,6 +85,8 @@ def _load(load: Load) -> Iterator[tuple[str, str]]:
         yield "load", "give one of trace, sessions and burst_every_s"
     if load.shape and not load.trace:
         yield "load", "a shape needs a trace to bend"
+    if load.prompt_spread and not load.trace:
+        yield "load", "prompt_spread needs a trace whose prompts it spreads"
     if (load.trace or load.sessions) and load.requests_per_s is None:
         yield "load", "a trace needs requests_per_s, and so do sessions"
 

@@ -60,6 +60,9 @@ class Load(Strict):
             the scenario's folder.
         requests_per_s: over all replicas; the trace is thinned or overlaid to this mean.
         shape: CSV of a slow trend (``t_s,req_per_s``) that the trace's rate follows; for fleets.
+        prompt_spread: of a trace: each request's prompt is its row's times a factor drawn by seed,
+            evenly from one less to one more than this share. A trace that is played in a loop has
+            the same longest prompts in each lap, and a tail that hangs on few rows.
         offset_s: where in the trace it begins; without a trace, when the first burst comes.
         sessions: in place of a trace: requests are turns of the scenario's episodes, each with all
             of its session before it, ``requests_per_s`` of them on average. The pool keeps the
@@ -73,6 +76,7 @@ class Load(Strict):
     trace: str = ""
     requests_per_s: Positive | None = None
     shape: str = ""
+    prompt_spread: Annotated[float, Field(ge=0, lt=1)] = 0.0
     offset_s: Annotated[float, Field(ge=0)] = 0.0
     sessions: bool = False
     burst_every_s: Positive | None = None
