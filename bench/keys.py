@@ -130,13 +130,13 @@ def measured(work: Callable[[], None], pids: Sequence[int], gigabytes: float) ->
 
 
 @contextmanager
-def movers(folder: Path, pool: Pool, python: Path, most: int) -> Iterator[tuple[Mover, Mover]]:
+def movers(folder: Path, pool: Pool, most: int) -> Iterator[tuple[Mover, Mover]]:
     """The processes of two nodes of one lease."""
     secret = secrets.token_hex(16)
-    made = [
-        Mover(python, PoolSetup(pool.master, "tcp", secret, str(folder / name), most, PAGE_BYTES))
-        for name in ("here", "there")
-    ]
+    made = []
+    for name in ("here", "there"):
+        setup = PoolSetup(pool.master, "tcp", secret, str(folder / name), most, PAGE_BYTES)
+        made.append(Mover(pool.python, setup))
     try:
         yield made[0], made[1]
     finally:
@@ -145,7 +145,7 @@ def movers(folder: Path, pool: Pool, python: Path, most: int) -> Iterator[tuple[
             one.process.wait()
 
 
-def rounds(given: argparse.Namespace, folder: Path, python: Path) -> dict[str, list[Cost]]:
+def rounds(given: argparse.Namespace, folder: Path) -> dict[str, list[Cost]]:
     """Every round's costs, by what was done."""
     most = 2 * given.pages * (PAGE_BYTES + 1024)
     for name in ("here", "there"):
@@ -153,7 +153,7 @@ def rounds(given: argparse.Namespace, folder: Path, python: Path) -> dict[str, l
     here = PageFolder(folder / "here", most, checksum)
     found: dict[str, list[Cost]] = {name: [] for name in ("write", "pull", "read here", "open")}
     room = (given.rounds + 1) * given.pages * PAGE_BYTES * 5 // 4 >> 20
-    with serving(folder, room) as pool, movers(folder, pool, python, most) as (first, second):
+    with serving(folder, room) as pool, movers(folder, pool, most) as (first, second):
         pids = [one.pid for one in (*pool.processes, first.process, second.process)]
         for number in range(given.rounds + 1):  # the first one warms up
             pages = [f"{number}-{place}" for place in range(given.pages)]
@@ -205,9 +205,9 @@ def figures(found: dict[str, list[Cost]]) -> list[Figure]:
 def main(argv: list[str] | None = None) -> int:
     """Measure, print, write down."""
     given = parser().parse_args(argv)
-    python = install()
+    install()
     with tempfile.TemporaryDirectory(prefix="rose-keys-", dir=_MEMORY) as name:
-        found = rounds(given, Path(name), python)
+        found = rounds(given, Path(name))
     notes = (
         f"{given.rounds} rounds of {given.pages} pages, 2 MiB each; both nodes, the store and its "
         "master on this machine, over TCP",

@@ -5,7 +5,9 @@ prints the path of its Python; run again it answers at once. The build without C
 through host memory. It wants the library of InfiniBand also where there is none, so that is
 unpacked beside its own libraries, on machines of Debian; nothing of the machine is changed.
 
-``serving`` runs a master and a client that gives memory, for tests and benchmarks. Next step:
+``serving`` runs a master and a client that gives memory, for tests and benchmarks. Mooncake's
+transfers listen on all interfaces whatever they are told (``MC_TCP_BIND_ADDRESS`` is a name to be
+announced), so all of it is in a network namespace of its own, where root runs it. Next step:
 ``rose_engines.kv.pool_process`` runs in this environment.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import re
 import shutil
 import signal
@@ -26,10 +29,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
+from rose_agent.tap.sockets import namespace
 from rose_dev.environments import PYTHON_VERSION, Environment, SetupFailed, Steps
 from rose_dev.sandbox_parts import Impossible, Packages
 from rose_dev.shell import ending_with_us
+from rose_dev.waiting import wait_until
 from rose_wire.ports import free_port
 
 VERSION = "0.3.13.post1"
@@ -79,11 +85,15 @@ class Pool:
         master: ``host:port``.
         metrics: URL of the master's own figures.
         processes: the master, and the client that gives memory.
+        python: has Mooncake, and runs where the two are reached.
+        network: namespace that they are in; empty = this process's.
     """
 
     master: str
     metrics: str
     processes: tuple[subprocess.Popen[bytes], ...]
+    python: Path
+    network: str = ""
 
     def kill_master(self) -> None:
         """Take the master away, as a node that is lost does; the memory stays."""
@@ -91,12 +101,22 @@ class Pool:
         self.processes[0].wait()
 
     def stand_still(self, *, still: bool) -> None:
-        """Stop, or let go on, the client that gives memory."""
-        self.processes[1].send_signal(signal.SIGSTOP if still else signal.SIGCONT)
+        """Stop, or let go on, the client that gives memory.
+
+        A signal is sent before its process stands still: one of its threads has to be given a core
+        to take it, and until then the others answer, thousands of times where cores are busy.
+        """
+        client = self.processes[1]
+        client.send_signal(signal.SIGSTOP if still else signal.SIGCONT)
+        if still:
+            wait_until(lambda: _stands_still(client.pid), "it stands still", seconds=_START_SECONDS)
 
     def objects(self) -> int:
         """How many there are, by the master's count."""
-        with urllib.request.urlopen(self.metrics, timeout=10) as page:  # noqa: S310  # this machine
+        with (
+            namespace(self.network),
+            urllib.request.urlopen(self.metrics, timeout=10) as page,  # noqa: S310  # loopback
+        ):
             text = page.read().decode()
         found = re.search(r"(?m)^master_key_count\S* (\d+)", text)
         if found is None:
@@ -104,9 +124,48 @@ class Pool:
         return int(found[1])
 
 
+def _stands_still(pid: int) -> bool:
+    """Whether every thread of a process is stopped."""
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    return all((one / "stat").read_text().rpartition(")")[2].split()[0] == "T" for one in threads)
+
+
+_HOLD = """
+import fcntl, socket, struct, sys
+with socket.socket() as made:
+    fcntl.ioctl(made, 0x8914, struct.pack("16sh22x", b"lo", 1))  # SIOCSIFFLAGS: up
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def _own_network(folder: Path) -> Iterator[tuple[str, Path]]:
+    """A network with loopback alone, and a Python that has Mooncake and runs there."""
+    python = mooncake_python()
+    if os.geteuid():
+        yield "", python
+        return
+    held = subprocess.Popen(
+        ending_with_us(["unshare", "--net", sys.executable, "-c", _HOLD]),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        if cast("IO[bytes]", held.stdout).readline() != b"ready\n":
+            raise SetupFailed("no network namespace can be made for Mooncake")
+        network, inside = f"/proc/{held.pid}/ns/net", folder / "python-in-the-pools-network"
+        inside.write_text(f'#!/bin/sh\nexec nsenter --net={network} -- {python} "$@"\n')
+        inside.chmod(0o755)
+        yield network, inside
+    finally:
+        held.kill()
+        held.communicate()
+
+
 @contextmanager
 def serving(folder: Path, mebibytes: int) -> Iterator[Pool]:
-    """Run a master and a client that gives memory; its transport listens on all interfaces.
+    """Run a master and a client that gives memory, as root in a network of their own.
 
     Args:
         folder: for their logs.
@@ -128,28 +187,30 @@ def serving(folder: Path, mebibytes: int) -> Iterator[Pool]:
         *("-global_segment_size", f"{mebibytes} MB", "-master_server_address", f"127.0.0.1:{at}"),
         *("-metadata_server", "P2PHANDSHAKE", "-protocol", "tcp", "-logtostderr"),
     ]
-    made = []
+    made: list[subprocess.Popen[bytes]] = []
     log = folder / "mooncake.log"
-    try:
-        with log.open("wb") as file:
-            for line, listens in ((master, at), (client, port)):
-                made.append(
-                    subprocess.Popen(
-                        ending_with_us(line), stdout=file, stderr=file, start_new_session=True
+    with _own_network(folder) as (network, python):
+        inside = ["nsenter", f"--net={network}", "--"] if network else []
+        try:
+            with log.open("wb") as file:
+                for line, listens in ((master, at), (client, port)):
+                    whole = ending_with_us([*inside, *line])
+                    made.append(
+                        subprocess.Popen(whole, stdout=file, stderr=file, start_new_session=True)
                     )
-                )
-                _wait_for(listens, log)
-        yield Pool(f"127.0.0.1:{at}", f"http://127.0.0.1:{metrics}/metrics", tuple(made))
-    finally:
-        for one in reversed(made):
-            one.send_signal(signal.SIGKILL)
-            one.wait()
+                    _wait_for(listens, log, network)
+            address, figures = f"127.0.0.1:{at}", f"http://127.0.0.1:{metrics}/metrics"
+            yield Pool(address, figures, tuple(made), python, network)
+        finally:
+            for one in reversed(made):
+                one.send_signal(signal.SIGKILL)
+                one.wait()
 
 
-def _wait_for(port: int, log: Path) -> None:
+def _wait_for(port: int, log: Path, network: str) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
-        with socket.socket() as asked:
+        with namespace(network), socket.socket() as asked:
             if not asked.connect_ex(("127.0.0.1", port)):
                 return
         time.sleep(0.1)

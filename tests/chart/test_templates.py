@@ -423,13 +423,13 @@ def test_keys_of_leases_lie_in_memory_that_counts_to_the_hosts() -> None:
 
 
 def test_keys_leave_their_node_where_the_platform_names_a_pool() -> None:
-    pool: Object = {"master": "mooncake.store:50051", "gbps": 200}
+    pool: Object = {"master": "mooncake.store:50051"}
     named: Object = {"kvStoreGibibytes": 32, "kvPool": pool}
     words = render({**LENDING, "engineHost": named}).container(
         "DaemonSet", "rose-engine-host", "engine-host"
     )["args"]
     assert [word for word in words if word.startswith("--kv-pool")] == [
-        *("--kv-pool=mooncake.store:50051", "--kv-pool-protocol=tcp", "--kv-pool-gbps=200")
+        *("--kv-pool=mooncake.store:50051", "--kv-pool-protocol=tcp")
     ]
     plain = render({**LENDING, "engineHost": {"kvStoreGibibytes": 32}})
     args = plain.container("DaemonSet", "rose-engine-host", "engine-host")["args"]

@@ -178,7 +178,7 @@ def test_an_engine_with_a_store_of_keys_has_pages_that_its_chunks_are_whole_of()
 
 
 def test_an_engine_with_a_store_is_told_of_the_pool_and_one_without_is_not() -> None:
-    pool = KvPoolSpec("m:1", secret="of the lease")
+    pool = KvPoolSpec("m:1")
     told = msgspec.json.decode(
         environment(replace_launch(STORING, kv_pool=pool), {})[POOL_VARIABLE], type=KvPoolSpec
     )

@@ -17,7 +17,6 @@ import pytest
 from rose_core.rollouts.engines.kv_store import (
     PAGE_TOKENS,
     SETUP_SECONDS,
-    KvPoolSpec,
     pool_secret,
 )
 from rose_dev.waiting import wait_until
@@ -33,11 +32,12 @@ from rose_engines.kv.pool import (
 from rose_engines.kv.pool_process import AT_ONCE, Mover, PoolSetup, checksum
 from rose_engines.kv.seal import SEAL_BYTES, Seal
 from rose_engines.sglang.kv_store import PrefillRate
+from rose_engines.weights.calls import JoinPool
 
 PAGE = bytes(range(256)) * 4
 ONE, OTHER = pool_secret("token of a lease", "uid-1"), pool_secret("token of another", "uid-2")
 SLOW = 0.01  # seconds a token: a pull may take long
-LINK = 1e9
+QUICK = 1e-6  # seconds a page
 
 
 class Memory:
@@ -105,7 +105,7 @@ def test_a_lease_has_a_secret_where_its_router_has_a_token() -> None:
     assert len({ONE, OTHER, anew, ""}) == 4
     assert pool_secret("", "uid-1") == pool_secret("token of a lease", "") == ""
     assert "token of a lease" not in ONE
-    assert ONE not in repr(KvPoolSpec("m:1", secret=ONE))
+    assert ONE not in repr(JoinPool(ONE))
 
 
 def test_pages_go_from_one_node_to_another(tmp_path: Path) -> None:
@@ -205,15 +205,17 @@ def asked(
     waits: dict[str, float] | None = None,
     done: int = 99,
     seconds_per_token: float = SLOW,
+    seconds_per_page: float = QUICK,
     may_move: Callable[[], bool] = lambda: True,
     leaving: Callable[[], bool] = lambda: False,
 ) -> Iterator[Asked]:
     log = tmp_path / "asked"
     command = [sys.executable, "-c", STUB, str(log), json.dumps(waits or {}), str(done)]
     setup = PoolSetup("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
-    pool = KvPool(
-        command, setup, LINK, lambda: seconds_per_token, may_move=may_move, leaving=leaving
-    )
+    pool = KvPool(command, setup, lambda: seconds_per_token, may_move=may_move, leaving=leaving)
+    if seconds_per_page:
+        pool._pace.note(seconds_per_page, 1)
+        pool._measured = time.monotonic()
     try:
         yield Asked(pool, log)
     finally:
@@ -332,6 +334,8 @@ def test_a_process_that_ends_costs_no_more_than_its_pages(
             process.wait()
             assert (one.count(), one.pull(), one.lines) == (0, 0, [])
             assert f"left alone for {rest} s: its process has ended" in caplog.text
+            assert not one.pool.counts().joined
+            assert one.pool.counts().failures == rest // 10
             one.pool._rests_until = 0.0  # it has rested
             wait_until(one._joined, "another has joined", seconds=30)
         assert one.count() == 64
@@ -340,7 +344,7 @@ def test_a_process_that_ends_costs_no_more_than_its_pages(
 
 def test_a_program_that_cannot_be_run_costs_nothing(tmp_path: Path) -> None:
     setup = PoolSetup("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
-    pool = KvPool(["/nowhere/python"], setup, LINK, lambda: SLOW, may_move=lambda: True)
+    pool = KvPool(["/nowhere/python"], setup, lambda: SLOW, may_move=lambda: True)
     assert pool.count(pool.begin(64, time.monotonic()), names(64)) == 0
     pool.close()
 
@@ -359,6 +363,32 @@ def test_new_pages_are_written_a_few_at_a_time_while_no_turn_asks(tmp_path: Path
                 one.pool.push(name)
             # The writer has taken an order's worth already, or has not.
             assert WAITING - one.pool._waiting.qsize() in range(WRITTEN_AT_ONCE + 1)
+
+
+def test_what_pulls_take_is_learned_from_pages_that_are_read_back(tmp_path: Path) -> None:
+    with asked(tmp_path, seconds_per_page=0.0) as one:
+        assert (one.count(), one.pull(), one.lines) == (0, 0, [])  # nothing is known of the pool
+        one.pool.push("p0")
+        wait_until(lambda: one.pool._pace.seconds_each > 0, "a pull is measured", seconds=30)
+        # The first one also connects.
+        assert one.lines == ["push p0", "pull p0", "pull p0"]
+        assert one.count() == 64
+        one.pool.push("p1")
+        written = 2 * len(PAGE)
+        wait_until(lambda: one.pool.counts().written_bytes == written, "it is", seconds=30)
+        assert one.lines[-1] == "push p1", "what is known is not old yet"
+        counts = one.pool.counts()
+        assert (counts.joined, counts.failures, counts.late_orders) == (True, 0, 0)
+        assert counts.pulled_bytes == 2 * len(PAGE)
+        assert counts.pull_seconds > 0
+
+
+def test_a_pull_that_nobody_waited_for_says_that_pulls_are_slow(tmp_path: Path) -> None:
+    with asked(tmp_path, waits={"pull": FOR_EVER}, seconds_per_token=0.5 / 64 / 16) as one:
+        before = one.pool._pace.seconds_each
+        assert one.pull(64) == 0
+        assert one.pool._pace.seconds_each > before
+        assert one.pool.counts().late_orders == 1
 
 
 def test_a_pool_that_is_closed_leaves_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -29,13 +28,14 @@ from rose_agent.host.users.accounts import COUNT
 from rose_agent.host.users.kv_folders import KvFolders, KvOwner
 from rose_agent.os.freezers import Freezer
 from rose_core.rollouts.engines.kv_store import KvPoolSpec
-from rose_core.wire.host import EngineState, EnsureEngine, StopEngine
+from rose_core.wire.host import EngineState, EnsureEngine, HostStatusRequest, StopEngine
 from rose_dev.waiting import until, wait_until
 from tests.host import apart
 from tests.host.helpers import guarding, order
 
 FIRST = 61000
 MIB = 1 << 20
+SECRET = "the secret of the lease"
 SHM = Path("/dev/shm")  # a tmpfs that is there
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -55,6 +55,11 @@ def folders(path: Path, room: int = 100) -> KvFolders:
 
 def lease(name: str, uid: str = "") -> KvOwner:
     return KvOwner(name, uid or f"uid of {name}")
+
+
+def read_of(pid: int) -> bytes:
+    """What any process of its user reads of another."""
+    return b"".join(Path(f"/proc/{pid}/{what}").read_bytes() for what in ("environ", "cmdline"))
 
 
 def as_engine(uid: int, group: int, program: str) -> bool:
@@ -204,7 +209,7 @@ def test_nobody_elses_files_are_swept(place: Path) -> None:
 
 @root
 async def test_an_engine_has_its_leases_folder_and_the_end_of_its_slot_empties_it(
-    place: Path, rundir: Path, models: Path
+    place: Path, rundir: Path, models: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = order("slot-1")
     engine = replace(made.engine, kv_store_bytes=MIB)
@@ -212,16 +217,26 @@ async def test_an_engine_has_its_leases_folder_and_the_end_of_its_slot_empties_i
         if reason := apart.refusal(python):
             pytest.skip(reason)
         shutil.copytree(models, python.parent / "models").chmod(0o755)  # for every user
+        for file in (python.parent / "models").rglob("*.safetensors"):
+            file.chmod(0o644)
         words = ["--rundir", str(rundir), "--models", str(python.parent / "models")]
         words += ["--engine-python", str(python), "--data-port", "0", "--http-port", "0"]
         words += ["--kv-store", str(place), "--kv-store-mib", "10", "--engine-uid", str(FIRST)]
+        words += ["--kv-pool", "127.0.0.1:1"]
         freezer = Freezer("signals", "for the test", prefix=f"rose-{rundir.name}-")
         running = await main.start(parser().parse_args(words), freezer)
         host = running.host
         try:
-            await host.ensure(replace(made, engine=engine, lease="ns/one"))
+            await host.ensure(replace(made, engine=engine, lease="ns/one", kv_secret=SECRET))
             with guarding(rundir):
                 await until(lambda: groups_of(host) == [group_of(place)])
+                # It is told the secret by its control socket, and by nothing that others read.
+                await until(lambda: "joins no pool of keys: this engine keeps no" in caplog.text)
+                (status,) = (await host.status(HostStatusRequest())).engines
+                assert status.pids
+                told = [read_of(pid) for pid in status.pids]
+                assert any(b"ROSE_" in one for one in told)
+                assert not [one for one in told if SECRET.encode() in one]
             await host.stop(StopEngine(made.slot, "test"))
             await until(lambda: not content(place))
 
@@ -234,14 +249,14 @@ async def test_an_engine_has_its_leases_folder_and_the_end_of_its_slot_empties_i
 POOL = ["--kv-store", "/keys", "--kv-store-mib", "10", "--kv-pool", "m:50051"]
 
 
-def test_the_pool_is_the_platforms_and_the_secret_the_leases(rundir: Path) -> None:
+def test_an_engine_is_told_of_the_pool_where_its_lease_has_a_secret(rundir: Path) -> None:
     words = ["--rundir", str(rundir), "--engine-python", "/e/python"]
     assert kv_pool_of(parser().parse_args(words)) is None
-    pool = kv_pool_of(parser().parse_args([*words, *POOL, "--kv-pool-gbps", "200"]))
-    assert pool == KvPoolSpec("m:50051", "tcp", 200.0, "/e/python")
+    pool = kv_pool_of(parser().parse_args([*words, *POOL]))
+    assert pool == KvPoolSpec("m:50051", "tcp", "/e/python")
     made = replace(order("slot-1"), kv_secret="of the lease")
     keeping = replace(made, engine=replace(made.engine, kv_store_bytes=MIB))
-    assert pool_of(keeping, pool) == dataclasses.replace(pool, secret="of the lease")
+    assert pool_of(keeping, pool) == pool
     assert pool_of(made, pool) is None
     assert pool_of(keeping, None) is None
     assert pool_of(replace(keeping, kv_secret=""), pool) is None

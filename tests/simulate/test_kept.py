@@ -6,9 +6,11 @@ from hypothesis import strategies as st
 
 from rose_core.rollouts.engines.kv_store import (
     LONGEST_SECONDS,
+    MEASURED_SECONDS,
     PAGE_TOKENS,
     SETUP_SECONDS,
-    KvPoolSpec,
+    RecentPace,
+    measures_anew,
     patience,
 )
 from rose_simulate.model.clock import SECOND, VirtualClock
@@ -70,7 +72,7 @@ def test_where_prefill_is_as_quick_nothing_is_fetched() -> None:
     later = pair.turn(pair.second, "t@1", 4060, 10)
     pair.run(LONG_S)
     assert (later.fetched, later.uncached) == (0, 4060)
-    assert patience(250, TOKEN_BYTES * 16, COSTS.prefill(4000, 0) / 4000, 1e6) == 0
+    assert patience(250, COSTS.prefill(4000, 0) / 4000, TOKEN_BYTES * 16 / 1e6) == 0
 
 
 def test_keys_of_one_version_are_never_used_under_another() -> None:
@@ -139,7 +141,30 @@ PAGE, TEN_GIGABITS = 2 << 20, 1.25e9  # of an 8B in bfloat16; bytes in a second
 def test_a_turn_waits_where_that_is_quicker_than_to_prefill(
     pages: int, seconds_per_token: float, rate: float, waits: bool
 ) -> None:
-    assert (patience(pages, PAGE, seconds_per_token, rate) > 0) == waits
+    assert (patience(pages, seconds_per_token, PAGE / rate) > 0) == waits
+
+
+def test_nothing_is_pulled_before_a_pull_was_measured() -> None:
+    pace = RecentPace()
+    assert patience(2000, SLOW, pace.seconds_each) == 0
+    pace.note(8 * PAGE / TEN_GIGABITS, 8)
+    assert patience(2000, SLOW, pace.seconds_each) > 0
+
+
+def test_a_pace_follows_what_was_measured_and_a_freeze_is_no_slowness() -> None:
+    pace = RecentPace()
+    pace.note(1.0, 10)
+    pace.note(900.0, 10)  # it was frozen for a quarter of an hour
+    assert pace.seconds_each < 0.3
+    for _ in range(100):
+        pace.note(2.0, 10)
+    assert pace.seconds_each == pytest.approx(0.2, rel=0.01)
+
+
+def test_pages_are_read_back_at_first_and_when_what_is_known_is_old() -> None:
+    assert measures_anew(None, 5.0)
+    assert not measures_anew(5.0, 5.0 + MEASURED_SECONDS / 2)
+    assert measures_anew(5.0, 5.0 + MEASURED_SECONDS)
 
 
 @given(
@@ -151,16 +176,18 @@ def test_a_turn_waits_where_that_is_quicker_than_to_prefill(
 def test_a_turn_never_waits_longer_than_its_prefill_takes_nor_than_a_router_bears(
     pages: int, page_bytes: int, seconds_per_token: float, rate: float
 ) -> None:
-    waits = patience(pages, page_bytes, seconds_per_token, rate)
+    waits = patience(pages, seconds_per_token, page_bytes / rate)
     assert 0 <= waits <= min(LONGEST_SECONDS, pages * PAGE_TOKENS * seconds_per_token)
     if waits:
-        assert SETUP_SECONDS + pages * page_bytes / rate < waits
+        assert SETUP_SECONDS + pages * (page_bytes / rate) < waits
+
+
+TCP = 1e9 / 0.9  # bytes in a second that one processor moves (docs/decisions/0850)
 
 
 def test_an_h100_pulls_an_8bs_keys_by_a_link_of_its_own_and_not_over_tcp() -> None:
-    """As the chart's default has it (``engineHost.kvPool.gbps``)."""
     for tokens in (1000, 4000, 16_000):
         took = COSTS.prefill(tokens, 0) / tokens
         pages, size = tokens // PAGE_TOKENS, TOKEN_BYTES * PAGE_TOKENS
-        assert patience(pages, size, took, KvPoolSpec.gbps * 1e9 / 8) == 0
-        assert (patience(pages, size, took, 100e9 / 8) > 0) == (tokens > 1000)
+        assert patience(pages, took, size / TCP) == 0
+        assert (patience(pages, took, size / (100e9 / 8)) > 0) == (tokens > 1000)

@@ -97,6 +97,38 @@ KV_STORE_BYTES = Gauge(
     "Keys that engines of leases keep for each other in this node's memory.",
     registry=REGISTRY,
 )
+KV_POOL_ENGINES = Gauge(
+    "rose_host_kv_pool_engines",
+    "Engines that are told of the platform's pool of keys.",
+    registry=REGISTRY,
+)
+KV_POOL_JOINED = Gauge(
+    "rose_host_kv_pool_joined_engines",
+    "Engines that can ask the platform's pool of keys now, by their last answer.",
+    registry=REGISTRY,
+)
+KV_POOL_BYTES = Counter(
+    "rose_host_kv_pool_bytes",
+    "Keys that engines pulled from the platform's pool or wrote to it, or had to drop: too many "
+    "waited to be written.",
+    ["what"],
+    registry=REGISTRY,
+)
+KV_POOL_PULL_SECONDS = Counter(
+    "rose_host_kv_pool_pull_seconds",
+    "Time that pulls from the platform's pool took, those to measure it among them.",
+    registry=REGISTRY,
+)
+KV_POOL_LATE = Counter(
+    "rose_host_kv_pool_late_orders",
+    "Answers of the platform's pool that came too late to be waited for.",
+    registry=REGISTRY,
+)
+KV_POOL_FAILURES = Counter(
+    "rose_host_kv_pool_failures",
+    "Times that an engine left the platform's pool alone for a while, because it did not work.",
+    registry=REGISTRY,
+)
 RESIDUE_BYTES = Gauge(
     "rose_host_residue_bytes",
     "Memory that dormant engines still hold, as measured.",

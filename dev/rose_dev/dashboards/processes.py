@@ -179,5 +179,41 @@ DASHBOARD = Dashboard(
                 ),
             ),
         ),
+        Row(
+            "Keys",
+            (
+                Panel(
+                    "Pool of keys: engines",
+                    "Engines that are told of the platform's pool, and those that can ask it now.",
+                    "short",
+                    {
+                        "sum(rose_host_kv_pool_engines{$here})": "told",
+                        "sum(rose_host_kv_pool_joined_engines{$here})": "joined",
+                    },
+                ),
+                Panel(
+                    "Pool of keys: failures",
+                    "Times that an engine left the pool alone, and answers that came too late.",
+                    "ops",
+                    rates("rose_host_kv_pool_failures_total")
+                    | rates("rose_host_kv_pool_late_orders_total"),
+                ),
+                Panel(
+                    "Pool of keys: bytes",
+                    "What engines pull from it and write to it, and what they had to drop.",
+                    "Bps",
+                    rates("rose_host_kv_pool_bytes_total", "what"),
+                ),
+                Panel(
+                    "Pool of keys: speed of a pull",
+                    "What a pull brings in a second of its own.",
+                    "Bps",
+                    {
+                        'sum(rate(rose_host_kv_pool_bytes_total{what="pulled", $here}[$rate])) '
+                        "/ sum(rate(rose_host_kv_pool_pull_seconds_total{$here}[$rate]))": "pulled",
+                    },
+                ),
+            ),
+        ),
     ),
 )

@@ -14,7 +14,9 @@ up:
 | a closed permit | no order is given; one that is under way ends, ``AT_ONCE`` pages |
 | pages to be written | ``WAITING`` at most; they are written while no turn asks |
 
-Next step: ``sglang.kv_backend`` asks.
+Whether a pull is worth its time hangs on what pulls take. Each one is measured, and where none was
+for ``kv_store.MEASURED_SECONDS`` the engine reads back what it has just written. Next step:
+``sglang.kv_backend`` asks.
 """
 
 from __future__ import annotations
@@ -28,13 +30,21 @@ import select
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import IO, Any, cast
 
-from rose_core.rollouts.engines.kv_store import KvPoolSpec, patience
+from rose_core.rollouts.engines.kv_store import (
+    PAGE_TOKENS,
+    KvPoolSpec,
+    PoolCounts,
+    RecentPace,
+    measures_anew,
+    patience,
+)
 from rose_engines.kv.pool_process import AT_ONCE, PoolSetup, pieces
 
 log = logging.getLogger(__name__)
@@ -57,12 +67,13 @@ WRITTEN_AT_ONCE = 2
 """Pages of an order to write: a turn may have to wait for one."""
 
 _PUSH_SECONDS = 5.0  # nobody waits for it but the next page
+_IDLE_SECONDS = 1.0
 _SLICE_SECONDS = 0.02
 _END_SECONDS = 5.0
 
 
 def to_text(spec: KvPoolSpec) -> str:
-    """For an engine's environment."""
+    """For an engine's environment, which is no place for a secret: that comes as a call."""
     return json.dumps(asdict(spec))
 
 
@@ -98,7 +109,6 @@ class KvPool:
     Args:
         command: starts the process.
         setup: its first line.
-        bytes_per_second: of the link.
         seconds_per_token: of the engine's prefill; 0 = it has not prefilled yet.
         may_move: waits until the permit is open; False = nothing is to be moved.
         leaving: whether whoever waits has to give up at once.
@@ -108,7 +118,6 @@ class KvPool:
         self,
         command: Sequence[str],
         setup: PoolSetup,
-        bytes_per_second: float,
         seconds_per_token: Callable[[], float],
         *,
         may_move: Callable[[], bool],
@@ -118,7 +127,6 @@ class KvPool:
         os.ftruncate(memory, AT_ONCE * setup.page_bytes)
         self._pulled = pieces(memoryview(mmap.mmap(memory, 0)), setup.page_bytes)
         self._command, self._setup = list(command), replace(setup, shared=memory)
-        self._rate = bytes_per_second
         self._seconds_per_token, self._may_move = seconds_per_token, may_move
         self._leaving = leaving
         self._lock = threading.Lock()
@@ -128,9 +136,15 @@ class KvPool:
         self._read = b""
         self._ready = self._closed = False
         self._owes: float | None = None  # since when
-        self._started = self._rests_until = self._page_seconds = 0.0
+        self._started = self._rests_until = 0.0
         self._rest_seconds = REST_SECONDS
         self._waiting: queue.Queue[str] = queue.Queue(WAITING)
+        self._pace = RecentPace()  # of a page
+        self._measured: float | None = None  # when
+        self._is_connected = False  # a process's first pull also connects
+        self._written: deque[str] = deque(maxlen=AT_ONCE)
+        self._scratch: list[memoryview] | None = None
+        self._counts = PoolCounts()
         with self._lock:
             self._look()
         threading.Thread(target=self._write, name="rose-kv-pool", daemon=True).start()
@@ -164,7 +178,7 @@ class KvPool:
         with self._turn_asks():
             for place in range(0, len(pages), AT_ONCE):
                 some = pages[place : place + AT_ONCE]
-                takes = self._page_seconds * len(some)
+                takes = self._pace.seconds_each * len(some)
                 if not self._may_move() or time.monotonic() + takes >= turn.until:
                     return place
                 done = self._ask("pull", some, turn.until, into[place : place + AT_ONCE])
@@ -177,7 +191,17 @@ class KvPool:
         try:
             self._waiting.put_nowait(page)
         except queue.Full:
-            log.debug("rose: %s is not written to the pool, too many wait", page)
+            self._count(dropped_bytes=self._setup.page_bytes)
+
+    def counts(self) -> PoolCounts:
+        """What became of it so far; asks nobody."""
+        if self._lock.acquire(blocking=False):  # else it is being asked, and found out
+            try:
+                if self._process is not None:
+                    self._look()
+            finally:
+                self._lock.release()
+        return replace(self._counts, joined=self._ready)
 
     def close(self) -> None:
         """End the process and the thread; nothing is found any more."""
@@ -188,8 +212,12 @@ class KvPool:
                 os.close(self._setup.shared)
 
     def _patience(self, pages: int) -> float:
-        size = self._setup.page_bytes
-        return patience(pages, size, self._seconds_per_token(), self._rate) if pages else 0.0
+        return patience(pages, self._seconds_per_token(), self._pace.seconds_each)
+
+    def _count(self, **more: float) -> None:
+        with self._counting:
+            new = {name: getattr(self._counts, name) + value for name, value in more.items()}
+            self._counts = replace(self._counts, **new)
 
     @contextmanager
     def _turn_asks(self) -> Iterator[None]:
@@ -204,8 +232,9 @@ class KvPool:
     def _write(self) -> None:
         while not self._closed:
             try:
-                some = [self._waiting.get(timeout=1.0)]
+                some = [self._waiting.get(timeout=_IDLE_SECONDS)]
             except queue.Empty:
+                self._rejoin()
                 continue
             with suppress(queue.Empty):
                 while len(some) < WRITTEN_AT_ONCE:
@@ -213,7 +242,31 @@ class KvPool:
             while self._asking and not self._closed:
                 time.sleep(_SLICE_SECONDS)
             if self._may_move():
-                self._ask("push", some, time.monotonic() + _PUSH_SECONDS)
+                done = self._ask("push", some, time.monotonic() + _PUSH_SECONDS)
+                self._count(written_bytes=done * self._setup.page_bytes)
+                self._written.extend(some[:done])
+                self._measure()
+
+    def _rejoin(self) -> None:
+        """An engine that has nothing to write joins again, too: others wait for what it finds."""
+        if self._process is None and self._may_move() and self._take(time.monotonic()):
+            try:
+                self._look()
+            finally:
+                self._lock.release()
+
+    def _measure(self) -> None:
+        """Read back what was written, if it is time; nobody waits."""
+        now = time.monotonic()
+        if not self._written or not measures_anew(self._measured, now):
+            return
+        self._measured = now  # also where it fails: not after each page
+        size, pages = self._setup.page_bytes, list(self._written)
+        if self._scratch is None:
+            self._scratch = [memoryview(bytearray(size)) for _ in range(AT_ONCE)]
+        for _ in range(1 if self._is_connected else 2):
+            if not self._asking and self._may_move():
+                self._ask("pull", pages, time.monotonic() + _PUSH_SECONDS, self._scratch)
 
     def _ask(
         self, what: str, pages: Sequence[str], until: float, into: Sequence[memoryview] = ()
@@ -228,16 +281,17 @@ class KvPool:
         """
         if not self._take(until):
             return 0
+        began = time.monotonic()
         try:
             if not self._look() or self._process is None:
                 return 0
-            began = time.monotonic()
             order = json.dumps({"do": what, "pages": list(pages)}) + "\n"
             cast("IO[bytes]", self._process.stdin).write(order.encode())
             self._owes = began
             return self._answer(until, began, into)
         except _Late:
             self._owes = time.monotonic()
+            self._note_late(self._owes - began, len(pages) if into else 0)
             return 0
         except (OSError, ValueError, KeyError) as error:
             self._rest(f"{what} of {len(pages)} pages: {error}")
@@ -251,9 +305,33 @@ class KvPool:
         for target, page in zip(into[:done], self._pulled, strict=False):
             target[:] = page
         if into and done:
-            took = (time.monotonic() - began) / done
-            self._page_seconds = (self._page_seconds + took) / 2 if self._page_seconds else took
+            self._note_pull(time.monotonic() - began, done)
         return done
+
+    def _note_pull(self, seconds: float, pages: int) -> None:
+        self._count(pulled_bytes=pages * self._setup.page_bytes, pull_seconds=seconds)
+        first, self._is_connected = not self._is_connected, True
+        if first:
+            return
+        if not self._pace.seconds_each:
+            log.info("rose: %s", self._comparison(seconds / pages))
+        self._pace.note(seconds, pages)
+        self._measured = time.monotonic()
+
+    def _comparison(self, page_seconds: float) -> str:
+        """Why pages are pulled, or are not."""
+        megabytes, prefill = self._setup.page_bytes / 1e6, PAGE_TOKENS * self._seconds_per_token()
+        made = f"makes {megabytes / prefill:.0f}" if prefill else "has not been measured yet"
+        return (
+            f"the pool of keys brings {megabytes / page_seconds:.0f} MB/s, and prefilling {made}; "
+            "a turn's keys come by the quicker way"
+        )
+
+    def _note_late(self, seconds: float, pages: int) -> None:
+        """A pull that nobody waited for to its end took longer still than they did."""
+        self._count(late_orders=1)
+        if pages and self._pace.seconds_each < seconds / pages:  # of a short wait: no news
+            self._pace.note(seconds, pages)
 
     def _take(self, until: float) -> bool:
         """Get the lock, unless that takes too long."""
@@ -292,6 +370,7 @@ class KvPool:
 
     def _start(self, now: float) -> None:
         self._started, self._read, self._ready, self._owes = now, b"", False, None
+        self._is_connected = False
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(
@@ -325,6 +404,7 @@ class KvPool:
 
     def _rest(self, why: str) -> None:
         log.warning("rose: the pool of keys is left alone for %.0f s: %s", self._rest_seconds, why)
+        self._count(failures=1)
         self._rests_until = time.monotonic() + self._rest_seconds
         self._rest_seconds = min(2 * self._rest_seconds, LONGEST_REST_SECONDS)
         self._end()

@@ -7,7 +7,8 @@ which no digest of weights knows: how it turns positions into angles), SGLang's 
 all that is part of every file's name, so engines that differ in it never meet.
 
 Where the platform has a pool, pages that the node lacks are brought from there, and what is new in
-the folder is written there (``rose_engines.kv.pool``).
+the folder is written there (``rose_engines.kv.pool``), from when the lease's secret has come by the
+control socket.
 
 Imported by SGLang inside an engine, and nowhere else. Next step: ``kv.pages`` has the files.
 """
@@ -27,7 +28,7 @@ from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.runtime_context import get_server_args
 from sglang.version import __version__
 
-from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, KvPoolSpec
+from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, KvPoolSpec, PoolCounts
 from rose_engines.kv.pages import BYTES_VARIABLE, FOLDER_VARIABLE, PageFolder
 from rose_engines.kv.pool import KvPool, PoolTurn, from_environment
 from rose_engines.kv.pool_process import PoolSetup, checksum
@@ -49,6 +50,7 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
         self._folder, self._most = os.environ[FOLDER_VARIABLE], int(os.environ[BYTES_VARIABLE])
         self._pages = PageFolder(Path(self._folder), self._most, checksum)
         self._pool: KvPool | None = None
+        self._page_bytes, self._joining = 0, threading.Lock()
         self._current = threading.local()  # the turn that one of SGLang's threads works for
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
@@ -62,18 +64,32 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
             Path(get_server_args().model_path, "config.json").read_bytes(),
         )
         self._suffix = "-" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-        spec = from_environment()
-        if spec is not None and self._pool is None:
-            self._pool = self._join(spec, page.numel() * page.element_size())
+        self._page_bytes = page.numel() * page.element_size()
 
-    def _join(self, spec: KvPoolSpec, page_bytes: int) -> KvPool:
+    def join(self, secret: str) -> PoolCounts:
+        """Join the platform's pool, once; what became of it so far.
+
+        Args:
+            secret: of the lease.
+
+        Raises:
+            ValueError: the engine was told of no pool.
+        """
+        spec = from_environment()
+        if spec is None or not self._page_bytes:
+            raise ValueError("this engine was told of no pool of keys")
+        with self._joining:
+            if self._pool is None:
+                self._pool = self._pool_of(spec, secret)
+        return self._pool.counts()
+
+    def _pool_of(self, spec: KvPoolSpec, secret: str) -> KvPool:
+        setup = PoolSetup(
+            *(spec.master, spec.protocol, secret), *(self._folder, self._most, self._page_bytes)
+        )
         return KvPool(
             [spec.python, "-m", "rose_engines.kv.pool_process"],
-            PoolSetup(
-                *(spec.master, spec.protocol, spec.secret),
-                *(self._folder, self._most, page_bytes),
-            ),
-            spec.gbps * 1e9 / 8,
+            setup,
             lambda: prefill.seconds_per_token,
             may_move=threads.may_move,
             leaving=threads.is_leaving,

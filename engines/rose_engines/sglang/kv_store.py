@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rose_core.rollouts.engines.kv_store import PoolCounts, RecentPace
 from rose_engines.errors import UnsupportedEngine
 from rose_engines.kv.pages import FOLDER_VARIABLE
 from rose_engines.node.gate import POLL_SECONDS
@@ -39,8 +40,6 @@ RESULT = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 QUERY, TRANSFER = f"{_CONTROLLER}._storage_hit_query", f"{_CONTROLLER}._page_transfer"
 NEEDED = (STORE, FETCH, STOP, EMPTY, QUERY, TRANSFER, FORWARD, RESULT)
-
-_KEPT, _SLOWER = 0.9, 4.0
 
 
 def is_enabled() -> bool:
@@ -87,17 +86,16 @@ class PrefillRate:
     """What a token of a long prompt takes the engine, as of late; one for a process.
 
     Every iteration has a time of its own, however few tokens it has. So those are looked at alone
-    that fill half a chunk, as those of a long prompt do. An iteration in whose middle the engine
-    was frozen is no slow one: it counts for four times what was expected.
+    that fill half a chunk, as those of a long prompt do.
     """
 
     def __init__(self) -> None:
-        self._seconds = self._tokens = self._began = 0.0
+        self._pace, self._began = RecentPace(), 0.0
 
     @property
     def seconds_per_token(self) -> float:
         """0 = it has prefilled nothing yet."""
-        return self._seconds / self._tokens if self._tokens else 0.0
+        return self._pace.seconds_each
 
     def begin(self, now: float) -> None:
         """An iteration begins."""
@@ -111,13 +109,8 @@ class PrefillRate:
             tokens: of all its prompts.
             chunk: as many as it may have had.
         """
-        if 2 * tokens < chunk:
-            return
-        took, known = now - self._began, self.seconds_per_token
-        if known:
-            took = min(took, _SLOWER * known * tokens)
-        self._seconds = _KEPT * self._seconds + took
-        self._tokens = _KEPT * self._tokens + tokens
+        if 2 * tokens >= chunk:
+            self._pace.note(now - self._began, tokens)
 
 
 prefill = PrefillRate()
@@ -142,6 +135,19 @@ def check(cache: Any) -> None:  # noqa: ANN401  # SGLang's
         raise UnsupportedEngine(
             "this model keeps more than keys and values of all tokens; set kvStoreGiB: 0"
         )
+
+
+def join_pool(cache: Any, secret: str) -> PoolCounts:  # noqa: ANN401  # SGLang's
+    """Have the store join the platform's pool, once; what became of it so far.
+
+    Raises:
+        ValueError: there is none.
+    """
+    backend = cache.cache_controller.storage_backend
+    if backend is None:
+        raise ValueError("SGLang does without its store")
+    found: PoolCounts = backend.join(secret)
+    return found
 
 
 def place_hooks(

@@ -402,6 +402,8 @@ class SchedulerPlugin:
         session.recomputed = lambda: (counts.retracted_requests, counts.recomputed_tokens)
         if os.environ.get(DRAFTS_VARIABLE) and scheduler.spec_algorithm.is_ngram():
             session.draft = drafts.HostCorpus(scheduler).replace
+        if self._stores:
+            session.join = lambda secret: kv_store.join_pool(scheduler.tree_cache, secret)
         gate = self._gate
         session.permit_open = gate.is_open if gate is not None else lambda: None
         return session

@@ -38,6 +38,7 @@ from rose_engines.weights.calls import (
     Bind,
     Call,
     Draft,
+    JoinPool,
     Refused,
     Release,
     Staged,
@@ -265,7 +266,7 @@ class AdapterSlots:
                 return self._bind(call.run, first=call.first)
         if isinstance(call, Release | Activate):
             return Refused("Unsupported", "an engine with adapters cannot let go of its memory")
-        if isinstance(call, Draft):
+        if isinstance(call, Draft | JoinPool):
             return self._sessions[0].handle(call)  # of no run: it touches no weights
         session = self._of(call.run)
         if session is None:

@@ -12,6 +12,7 @@ Next step: ``control`` carries them, ``rose_engines.weights.session`` carries th
     Release     Released    let go of KV cache and weights now, also under a closed permit
     Activate    Activated   take them back at the next boundary under an open permit
     Draft       Drafted     draft from these tokens from now on, in place of those before
+    JoinPool    PoolJoined  join the platform's pool of keys, once; how that goes
     GetStatus   Status      what is live, what is staged
     Bind        Status      give the run a slot for its adapter, which is nothing at first
     Unbind      Status      end the run's requests, zero its slot, and let others have it
@@ -26,6 +27,8 @@ import struct
 from collections.abc import Callable
 
 import msgspec
+
+from rose_core.rollouts.engines.kv_store import PoolCounts
 
 LENGTH = struct.Struct("<I")
 LARGEST = 1 << 20
@@ -127,6 +130,19 @@ class Draft(msgspec.Struct, frozen=True, tag=True):
     texts: list[list[int]]
 
 
+class JoinPool(msgspec.Struct, frozen=True, tag=True):
+    """Know the lease's secret, by which its pages in the platform's pool are named and sealed.
+
+    Sent again and again, for the answer; the first one counts.
+    """
+
+    secret: str
+
+    def __repr__(self) -> str:
+        """Without the secret: calls end up in logs."""
+        return "JoinPool(...)"
+
+
 class GetStatus(msgspec.Struct, frozen=True, tag=True):
     """Ask for the status."""
 
@@ -137,6 +153,16 @@ class Drafted(msgspec.Struct, frozen=True, tag=True):
     """It drafts from so many tokens."""
 
     tokens: int
+
+
+class PoolJoined(msgspec.Struct, frozen=True, tag=True):
+    """The engine knows its lease's secret.
+
+    Attributes:
+        counts: since it was told.
+    """
+
+    counts: PoolCounts
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
@@ -273,12 +299,22 @@ Call = (
     | Release
     | Activate
     | Draft
+    | JoinPool
     | GetStatus
     | Bind
     | Unbind
 )
 Answer = (
-    Staged | Committed | Attested | Exported | Released | Activated | Drafted | Status | Refused
+    Staged
+    | Committed
+    | Attested
+    | Exported
+    | Released
+    | Activated
+    | Drafted
+    | PoolJoined
+    | Status
+    | Refused
 )
 
 encoder = msgspec.msgpack.Encoder()

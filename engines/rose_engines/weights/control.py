@@ -40,6 +40,8 @@ from rose_engines.weights.calls import (
     Export,
     Exported,
     GetStatus,
+    JoinPool,
+    PoolJoined,
     Refused,
     Release,
     Released,
@@ -54,7 +56,9 @@ from rose_engines.weights.calls import (
 
 log = logging.getLogger(__name__)
 
-A = TypeVar("A", Staged, Committed, Attested, Exported, Released, Activated, Drafted, Status)
+A = TypeVar(
+    "A", Staged, Committed, Attested, Exported, Released, Activated, Drafted, PoolJoined, Status
+)
 
 
 class ControlServer:
@@ -222,6 +226,15 @@ class ControlClient:
             EngineUnavailable: the engine died meanwhile.
         """
         return await self._ask(Draft(texts), Drafted)
+
+    async def join_pool(self, secret: str) -> PoolJoined:
+        """Have it join the platform's pool of keys, once; what became of that so far.
+
+        Raises:
+            CommitRefused: it was told of no pool when it was started.
+            EngineUnavailable: the engine died meanwhile.
+        """
+        return await self._ask(JoinPool(secret), PoolJoined)
 
     async def status(self) -> Status:
         """What is live and staged.

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rose_core.delta.digest import Digest
+from rose_core.rollouts.engines.kv_store import PoolCounts
 from rose_engines.errors import BrokenWeights, CommitRefused
 from rose_engines.node.pace import Pace, give_way
 from rose_engines.process.device import Device
@@ -48,6 +49,8 @@ from rose_engines.weights.calls import (
     Export,
     Exported,
     GetStatus,
+    JoinPool,
+    PoolJoined,
     Refused,
     Release,
     Released,
@@ -115,6 +118,7 @@ class WeightSession:
         self.device: Callable[[], Device] = Device
         self.recomputed: Callable[[], tuple[int, int]] = lambda: (0, 0)  # requests, tokens
         self.draft: Callable[[list[list[int]]], int] | None = None
+        self.join: Callable[[str], PoolCounts] | None = None
         self._resting = False
         self._confirmed = True
 
@@ -156,8 +160,8 @@ class WeightSession:
         """Carry out one call; may take as long as decoding a bundle. Never raises."""
         if isinstance(call, GetStatus):
             return self.status()  # answered also while a stage is going on
-        if isinstance(call, Draft):
-            return self._draft(call)  # likewise: it touches no weights
+        if isinstance(call, Draft | JoinPool):  # likewise: they touch no weights
+            return self._draft(call) if isinstance(call, Draft) else self._join_pool(call)
         with self._calls:
             if self.broken:
                 return Refused("Broken", "an undo failed; this engine must be restarted")
@@ -178,6 +182,14 @@ class WeightSession:
             return Drafted(self.draft(call.texts))
         except (ValueError, RuntimeError) as error:
             return Refused("BadDrafts", str(error))
+
+    def _join_pool(self, call: JoinPool) -> Answer:
+        if self.join is None:
+            return Refused("NoPool", "this engine keeps no keys for others")
+        try:
+            return PoolJoined(self.join(call.secret))
+        except ValueError as error:
+            return Refused("NoPool", str(error))
 
     def status(self) -> Status:
         """What is live and staged."""

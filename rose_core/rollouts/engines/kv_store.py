@@ -12,6 +12,7 @@ computed, whole pages of it, and computes the rest. A store is a folder in the n
 
 Where the platform has a pool of memory that all nodes reach (``rose_engines.kv.pool``), pages are
 also written there. An engine whose node lacks them pulls them, if to compute them takes longer.
+It knows both from what it has measured itself, as of late; until then it pulls nothing.
 
 Next step: ``rose_engines.kv.policy`` names what is kept.
 """
@@ -35,23 +36,60 @@ LONGEST_SECONDS = 20.0
 """Of a pull: a third of what a router lets an engine be silent (``placement.watch``), since the
 prefill of what is left follows in silence too."""
 
+MEASURED_SECONDS = 60.0
+"""After which what a pull took is old. An engine then reads back what it has just written: 16 MiB
+of an 8B's keys, for which nobody waits."""
+
 _STAGED_CONTEXTS = 2
+_KEPT, _SLOWER = 0.9, 4.0
 
 
-def patience(
-    pages: int, page_bytes: int, seconds_per_token: float, bytes_per_second: float
-) -> float:
+class RecentPace:
+    """What one of many takes, as of late: the newest count most.
+
+    Whoever was stopped in the middle of a sample was not slow: it counts for four times what was
+    expected.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = self._count = 0.0
+
+    @property
+    def seconds_each(self) -> float:
+        """0 = nothing is known."""
+        return self._seconds / self._count if self._count else 0.0
+
+    def note(self, seconds: float, count: int) -> None:
+        """So many have taken so long."""
+        known = self.seconds_each
+        took = min(seconds, _SLOWER * known * count) if known else seconds
+        self._seconds = _KEPT * self._seconds + took
+        self._count = _KEPT * self._count + count
+
+
+def patience(pages: int, seconds_per_token: float, seconds_per_page: float) -> float:
     """Seconds for which a turn waits for its pages; 0 = none are pulled, to prefill is as quick.
 
     Args:
         pages: that are missing.
-        page_bytes: of one.
-        seconds_per_token: of the engine's prefill.
-        bytes_per_second: of the link.
+        seconds_per_token: of the engine's prefill; 0 = not known.
+        seconds_per_page: of its pulls; 0 = not known.
     """
+    if not seconds_per_page:
+        return 0.0
     computed = min(pages * PAGE_TOKENS * seconds_per_token, LONGEST_SECONDS)
-    pulled = SETUP_SECONDS + pages * page_bytes / bytes_per_second
+    pulled = SETUP_SECONDS + pages * seconds_per_page
     return computed if pulled < computed else 0.0
+
+
+def measures_anew(last: float | None, now: float) -> bool:
+    """Whether an engine that has written pages reads them back, to learn what a pull takes.
+
+    Args:
+        last: when a pull was measured, seconds; None = never.
+        now: on the same clock.
+    """
+    return last is None or now - last >= MEASURED_SECONDS
 
 
 @dataclass(frozen=True)
@@ -61,21 +99,34 @@ class KvPoolSpec:
     Attributes:
         master: ``host:port`` of Mooncake's master.
         protocol: ``tcp`` or ``rdma``.
-        gbps: at which pages come to one engine, gigabits per second; by default some
-            half of what processors allowed over TCP (docs/decisions/0850).
         python: that has Mooncake; empty = the engine's.
-        secret: of the engine's lease.
     """
 
     master: str
     protocol: str = "tcp"
-    gbps: float = 4.0
     python: str = ""
-    secret: str = ""
 
-    def __repr__(self) -> str:
-        """Without the secret: specifications end up in logs."""
-        return f"KvPoolSpec({self.master})"
+
+@dataclass(frozen=True)
+class PoolCounts:
+    """What became of the pool since an engine was told of it.
+
+    Attributes:
+        joined: it can be asked now; False = not yet, or left alone after a failure.
+        pulled_bytes, pull_seconds: of pages that came, and what they took.
+        written_bytes: of pages that are there now.
+        dropped_bytes: of pages that were not written, since too many waited.
+        late_orders: answers that nobody waited for to the end.
+        failures: times that the pool was left alone for a while.
+    """
+
+    joined: bool = False
+    pulled_bytes: int = 0
+    pull_seconds: float = 0.0
+    written_bytes: int = 0
+    dropped_bytes: int = 0
+    late_orders: int = 0
+    failures: int = 0
 
 
 def pool_secret(lease_token: str, lease_uid: str) -> str:

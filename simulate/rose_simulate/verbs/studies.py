@@ -125,7 +125,8 @@ STUDIES: Mapping[str, Study] = {
         ("normal",),
         "Production beside production whose engines fetch the keys that others of their job made "
         "(`ours-kept`), over a link of 100 Gb/s. The product does so where its platform has a pool "
-        "that gives engines as much (`engineHost.kvPool`); its default is 4.",
+        "(`engineHost.kvPool.master`): its engines measure what comes of it and how quickly they "
+        "prefill, and pull what comes sooner. Without a pool, which is the default, it is `ours`.",
         (Regime.FIXED, Regime.OURS, Regime.OURS_KEPT),
         derates=(0.5,),
         band=(Interference(serving_slowdown=2.0, rollout_slowdown=2.0),),

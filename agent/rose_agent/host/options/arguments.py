@@ -120,13 +120,6 @@ def parser() -> argparse.ArgumentParser:
         help="how pages come from there; rdma has not been tried",
     )
     made.add_argument(
-        "--kv-pool-gbps",
-        type=flags.above_zero,
-        default=KvPoolSpec.gbps,
-        help="at which pages come from that store to one engine: what would come slower than its "
-        "prefill is computed",
-    )
-    made.add_argument(
         "--kv-pool-python", default="", help="Python that has Mooncake; the engines' by default"
     )
     made.add_argument(
@@ -217,7 +210,6 @@ def kv_pool_of(arguments: argparse.Namespace) -> KvPoolSpec | None:
     return KvPoolSpec(
         arguments.kv_pool,
         arguments.kv_pool_protocol,
-        arguments.kv_pool_gbps,
         arguments.kv_pool_python or str(arguments.engine_python),
     )
 

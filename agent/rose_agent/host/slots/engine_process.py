@@ -141,11 +141,9 @@ class EngineProcess:
         return self._site.kv_folders.open(self._folder.uid, owner, wanted).path
 
     def _pool(self) -> KvPoolSpec | None:
-        """The platform's pool, with the lease's secret: what nobody could seal stays here."""
-        pool, secret = self._site.kv_pool, self._order.kv_secret
-        if pool is None or not secret or not self._order.engine.kv_store_bytes:
-            return None
-        return replace(pool, secret=secret)
+        """The platform's pool, where the lease has a secret: what nobody could seal stays here."""
+        order = self._order
+        return self._site.kv_pool if order.kv_secret and order.engine.kv_store_bytes else None
 
     async def spawn(self, program: EngineProgram) -> process.Spawned:
         """Start it under the enforcer.

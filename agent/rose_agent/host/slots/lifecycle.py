@@ -36,6 +36,7 @@ from rose_agent.host.processes import process
 from rose_agent.host.sharing.sharing import Sharing, room_of
 from rose_agent.host.slots.dormancy import EngineDormancy
 from rose_agent.host.slots.engine_process import EngineProcess
+from rose_agent.host.slots.pool_membership import PoolMembership
 from rose_agent.host.slots.site import Site
 from rose_core.host_reasons import HostReason
 from rose_core.wire.host import EngineState, EngineStatus, EnsureEngine
@@ -99,6 +100,7 @@ class EngineLife:
         self._process = EngineProcess(order, folder, site, watched, self._sharing)
         self.dormancy = EngineDormancy(self, site, lambda: site.cut(order.slot.uid))
         self._task: asyncio.Task[None] | None = None
+        self._pool: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> EngineState:
@@ -240,6 +242,7 @@ class EngineLife:
             self._message = ""
             self._set(EngineState.SERVING, HostReason.NONE)
             self._site.sizer.settle(self.folder.uid)
+            self._pool = self._join_pool()
             while not exited.done():
                 await asyncio.wait({exited}, timeout=_LOOK_SECONDS)
                 self._check_ending()
@@ -251,7 +254,17 @@ class EngineLife:
                     self._failures = 0
         finally:
             exited.cancel()
+            if self._pool is not None:
+                self._pool.cancel()
         self._note_exit(spawned)
+
+    def _join_pool(self) -> asyncio.Task[None] | None:
+        """Tell the process of its lease's secret, where the node has a pool of keys."""
+        order, pool = self.order, self._site.kv_pool
+        if pool is None or not order.kv_secret or not order.engine.kv_store_bytes:
+            return None
+        membership = PoolMembership(self.folder.plugin_socket, order.kv_secret)
+        return asyncio.create_task(membership.keep(), name=f"pool of {order.slot_name}")
 
     def _check_weights(self) -> None:
         """An engine that could not undo a commit must not compute again.

@@ -46,7 +46,7 @@ class Site:
         sizer: tells whether an engine fits on its GPUs.
         accounts: who engines run as.
         kv_folders: where the engines of a lease keep keys for each other.
-        kv_pool: where those of other nodes find them, without a lease's secret; None = nowhere.
+        kv_pool: where those of other nodes find them; None = nowhere.
         limiter: what each of them may take of the node.
         means: how they share GPUs beside time-slicing.
         spawner: who starts engines in the host's place; None = the host itself.

@@ -1,8 +1,8 @@
 """Keys and values that outlive the engine that made them: a tier of one job, beside its engines.
 
 The product has it where its platform runs a pool (docs/decisions/0850): every engine of a job
-reaches it over a link of a stated rate. A turn waits for it where that is quicker than to prefill
-(``patience``, which engines ask too).
+reaches it over a link of a stated rate, which engines measure and the simulator knows. A turn waits
+for it where that is quicker than to prefill (``patience``, which engines ask too).
 
 | when | what |
 |---|---|
@@ -32,8 +32,8 @@ class KeptKeys:
     """
 
     def __init__(self, room: int, token_bytes: float, bytes_per_second: float) -> None:
-        self._room, self._page_bytes = room, max(1, round(token_bytes * PAGE_TOKENS))
-        self._rate = bytes_per_second
+        self._room = room
+        self._page_seconds = max(1, round(token_bytes * PAGE_TOKENS)) / bytes_per_second
         self._held: OrderedDict[str, int] = OrderedDict()
         self._tokens = 0
 
@@ -51,14 +51,14 @@ class KeptKeys:
             seconds_per_token: of the engine's prefill.
         """
         pages = tokens // PAGE_TOKENS
-        waits = patience(pages, self._page_bytes, seconds_per_token, self._rate)
+        waits = patience(pages, seconds_per_token, self._page_seconds)
         return pages * PAGE_TOKENS if waits else 0
 
     def seconds(self, tokens: int) -> float:
         """Until so many tokens' keys are in an engine."""
         if not tokens:
             return 0.0
-        return SETUP_SECONDS + tokens / PAGE_TOKENS * self._page_bytes / self._rate
+        return SETUP_SECONDS + tokens / PAGE_TOKENS * self._page_seconds
 
     def keep(self, session: str, tokens: int) -> None:
         """An engine has written the session's first tokens; what was longer stays."""

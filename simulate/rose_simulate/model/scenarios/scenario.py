@@ -238,8 +238,8 @@ class KvTier(Strict):
 
     Attributes:
         gigabytes: of each job's tier.
-        gbps: gigabits per second at which an engine gets them back; the chart's
-            ``engineHost.kvPool.gbps``, whose default is far less.
+        gbps: gigabits per second at which an engine gets them back, of the platform's network and
+            store; engines measure it.
     """
 
     gigabytes: Positive = 1000.0
