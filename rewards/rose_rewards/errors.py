@@ -6,7 +6,9 @@ RewardsError
 ├── Busy            as many rewards wait as may
 ├── TornJournal     results that are kept cannot be trusted, or another process has them
 └── WorkerEnded     a worker died or was stopped before it had answered
-    └── WorkerKilled    by SIGKILL, or with its pod
+    ├── WorkerKilled    by SIGKILL, or with its pod
+    ├── HostAway        a sandbox host does not answer, or is another process than before
+    └── SandboxBroke    a sandbox does no more what its host asks, and its program had begun
 """
 
 
@@ -36,3 +38,11 @@ class WorkerEnded(RewardsError):
 
 class WorkerKilled(WorkerEnded):
     """Somebody killed it, or its pod is lost: most likely no fault of what it verified."""
+
+
+class HostAway(WorkerEnded):
+    """Nothing was heard from a sandbox host, or it knows nothing of what it was asked before."""
+
+
+class SandboxBroke(WorkerEnded):
+    """A program that had begun may have ended its own sandbox, or its host has failed."""

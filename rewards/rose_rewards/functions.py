@@ -4,6 +4,7 @@
     gsm8k: {rule: math, seconds: 10}
     unit-tests: {module: "checks:run", path: /teams/a, team: a, seconds: 60, memoryMebibytes: 2048}
     judge: {judge: http://router-research-judge.rose-routers.svc:8000, tokenFile: /etc/rose/judge}
+    programs: {sandbox: http://sandboxes:7600, tokenFile: /etc/rose/sandboxes, caseSeconds: 6}
 
 A function with a team may be called by that team alone, and its code runs under a user of that
 team's own. Next step: ``gateway`` runs them.
@@ -23,6 +24,8 @@ from rose_wire import problems
 
 # Stands for the functions that have no team, where a name is needed: tokens, KEDA, the chart.
 SHARED = "shared"
+# As checkers of programming contests' data sets have it: twenty cases of the longest time.
+_PROGRAM_SECONDS = 120.0
 _PROMPT = (
     "Task:\n{task}\n\nExpected answer:\n{expected}\n\nAnswer:\n{answer}\n\n"
     "Reply with one number from 0 (wrong) to 1 (right) and nothing else."
@@ -30,19 +33,29 @@ _PROMPT = (
 
 
 class RewardFunction(pydantic.BaseModel):
-    """One function; exactly one of ``rule``, ``module`` and ``judge`` is given.
+    """One function; exactly one of ``rule``, ``module``, ``judge`` and ``sandbox`` is given.
 
     Attributes:
         rule: one of ``rose_rewards.rules`` and ``math_rule``.
         module: ``package.module:function`` of the team's own.
         path: folder that its module is found in.
         judge: URL of a lease whose model judges.
-        token_file: with what the judge's router is called.
+        sandbox: URL of sandbox hosts, where the program in the answer runs on cases.
+        token_file: with what the judge's router, or the sandbox host, is called.
         model, prompt: what it is asked; the prompt names answer, expected and task.
         team: whose it is; empty = everybody may call it.
-        seconds: longest time of one verification.
-        memory_mebibytes: address space of one worker.
-        network: whether its workers see one; a judge is called by the gateway.
+        image: that sandboxes begin as; has ``python3``.
+        command: that runs a program, the shell's; ``{file}`` is where that lies.
+        case_seconds: of processor time, that one case may take.
+        partial: the reward is the share of cases that are passed; else all of them, or nothing.
+        tolerance: of fractions that a program prints or returns, relative and absolute.
+        disk_mebibytes: that a program may write.
+        at_once: sandboxes at a time, of all functions with this URL.
+        seconds: longest time of one verification; of a program, of all its cases together, and
+            again of its host's part. 30 by default, of programs 120.
+        memory_mebibytes: address space of one worker; memory of a program.
+        network: whether its workers see one; a judge is called by the gateway, and no sandbox has
+            one.
         correct_from: rewards from here on are of correct answers.
         tries: how often one is tried before it is lost; of 1, a late one gets no second worker. A
             judge that is away is asked until ``seconds`` are over, and that is no try; nor is a
@@ -60,6 +73,7 @@ class RewardFunction(pydantic.BaseModel):
     module: str | None = pydantic.Field(default=None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     path: Path | None = None
     judge: str | None = pydantic.Field(default=None, pattern=r"^https?://")
+    sandbox: str | None = pydantic.Field(default=None, pattern=r"^https?://")
     token_file: Path | None = None
     model: str = "default"
     prompt: str = _PROMPT
@@ -69,11 +83,29 @@ class RewardFunction(pydantic.BaseModel):
     network: bool = False
     correct_from: float = 1.0
     tries: int = pydantic.Field(default=2, ge=1, le=10)
+    image: str = "base"
+    command: str = "python3 {file}"
+    case_seconds: float = pydantic.Field(default=6.0, gt=0, le=600)
+    partial: bool = False
+    tolerance: float = pydantic.Field(default=1e-6, ge=0, lt=1)
+    disk_mebibytes: int = pydantic.Field(default=256, ge=16, le=1 << 20)
+    at_once: int = pydantic.Field(default=8, ge=1, le=4096)
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _programs_have_longer(cls, given: object) -> object:
+        if isinstance(given, dict) and given.get("sandbox") is not None:
+            return {"seconds": _PROGRAM_SECONDS, **given}
+        return given
 
     @pydantic.model_validator(mode="after")
     def _one_kind(self) -> RewardFunction:
-        if sum(one is not None for one in (self.rule, self.module, self.judge)) != 1:
-            message = "give exactly one of rule, module and judge"
+        kinds = (self.rule, self.module, self.judge, self.sandbox)
+        if sum(one is not None for one in kinds) != 1:
+            message = "give exactly one of rule, module, judge and sandbox"
+            raise ValueError(message)
+        if self.sandbox is not None and (self.network or "{file}" not in self.command):
+            message = "a program has no network, and its command names {file}"
             raise ValueError(message)
         if self.team == SHARED:
             message = f"no team may be called {SHARED}: that means the functions without a team"
@@ -89,8 +121,13 @@ class RewardFunction(pydantic.BaseModel):
         return self
 
     @property
+    def takes_worker(self) -> bool:
+        """Whether a worker computes it; a lease's engine or a sandbox host does the others."""
+        return self.judge is None and self.sandbox is None
+
+    @property
     def entry(self) -> str:
-        """``module:function`` that a worker runs; not of a judge."""
+        """``module:function`` that a worker runs; of those that take one."""
         if self.rule == "math":
             return "rose_rewards.math_rule:math"
         return self.module or f"rose_rewards.rules:{self.rule}"

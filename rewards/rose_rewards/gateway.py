@@ -3,12 +3,13 @@
 | a reward is | from | left by |
 |---|---|---|
 | waiting | ``score``, while every worker is busy | ``rose_core.rewards.order`` picks it |
-| running | a worker, two of them or a judge have it | its result |
+| running | a worker, two of them, a judge or a sandbox host have it | its result |
 | known | scored or masked | asked again under its trajectory: the same result |
 
 ``rose_core.rewards.hedging`` says which late one is given to a second worker: the first verdict is
 the result, and the other worker is stopped. A lost one is forgotten, so that asking again tries
-anew. Judges run in an engine and take no worker. With a journal a result is on the disk before
+anew. Judges run in an engine and take no worker; nor do programs, which wait in the same order for
+one of their host's places. With a journal a result is on the disk before
 anybody is told it, and known to the next gateway; without one that computes anew what it is asked
 again.
 """
@@ -29,13 +30,14 @@ from typing import Annotated, Any, Protocol
 import aiohttp
 import msgspec
 
+from rose_core.rewards.cases import BadCases, Case, read_cases
 from rose_core.rewards.demand import RewardDemand, Scaling, p50, wished
 from rose_core.rewards.groups import GroupProgress
 from rose_core.rewards.hedging import RunningReward, hedge, next_late
 from rose_core.rewards.limits import TimeLimits
 from rose_core.rewards.order import RewardQueue
 from rose_core.rewards.results import Lost, Masked, Result, Scored, result_of
-from rose_rewards import judge, metrics
+from rose_rewards import judge, metrics, sandboxes
 from rose_rewards.errors import BadReward, Busy, WorkerEnded, WorkerKilled
 from rose_rewards.functions import RewardFunction
 from rose_rewards.journal import KnownResult, ResultJournal
@@ -124,6 +126,7 @@ class _Waiting:
     reward: Reward
     deadline: float | None
     since: float
+    cases: tuple[Case, ...] = ()
 
     @property
     def task(self) -> str:
@@ -174,6 +177,13 @@ class _Verification:
                 self.verdict.set_result((returned, took, number))
 
 
+def _cases(reward: Reward) -> tuple[Case, ...]:
+    try:
+        return read_cases(reward.expected)
+    except BadCases as error:
+        raise BadReward(str(error)) from error
+
+
 def _in(room: Collection[str], lane: tuple[str, tuple[str, str]]) -> bool:
     return lane[0] in room
 
@@ -209,6 +219,7 @@ class Gateway:
     _order: RewardQueue[tuple[str, tuple[str, str]]] = field(default_factory=RewardQueue)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _verifying: Counter[str] = field(default_factory=Counter)
+    _boxes: Counter[str] = field(default_factory=Counter)  # programs that run, by hosts' URL
     _under_way: dict[tuple[str, str], _Waiting] = field(default_factory=dict)
     _verifications: dict[int, _Verification] = field(default_factory=dict)
     _copies: set[asyncio.Task[None]] = field(default_factory=set)
@@ -242,7 +253,8 @@ class Gateway:
     @property
     def verifications(self) -> int:
         """Of those, the ones that take a worker."""
-        return len(self._waiting) + self._verifying.total()
+        kinds = (self.functions[one.reward.function] for one in self._waiting.values())
+        return sum(one.takes_worker for one in kinds) + self._verifying.total()
 
     def wish(self, target: float, team: str | None = None) -> int:
         """Workers that would give each its result within ``target`` seconds of when it was taken.
@@ -255,7 +267,7 @@ class Gateway:
         waiting = [
             (now - one.since, self._complete(one, now))
             for one in self._waiting.values()
-            if self._counts(one, team)
+            if self._counts(one, team) and self.functions[one.reward.function].takes_worker
         ]
         # What a worker that goes finishes is not the work of those that are wished for.
         running = [
@@ -310,8 +322,8 @@ class Gateway:
         """The reward's result; the same for the same trajectory.
 
         Raises:
-            BadReward: there is no such function for this team, or the trajectory was asked with
-                another body.
+            BadReward: there is no such function for this team, the trajectory was asked with
+                another body, or what a program is expected to do is no form of cases.
             Busy: too many wait, or it is closed.
         """
         self._check(reward, team)
@@ -349,9 +361,12 @@ class Gateway:
         if self._closed:
             message = "this gateway is stopping"
             raise Busy(message)
-        if self.queue - self._verifying.total() >= self.queue_limit:
+        running = self._verifying.total() + self._boxes.total()
+        if self.queue - running >= self.queue_limit:
             message = f"{self.queue_limit} rewards wait already"
             raise Busy(message)
+        function = self.functions[reward.function]
+        cases = _cases(reward) if function.sandbox is not None else ()
         known = self._known[key] = _Known(digest, asyncio.get_running_loop().create_future())
         while len(self._known) > REMEMBERED and next(iter(self._known.values())).result.done():
             self._known.popitem(last=False)
@@ -363,12 +378,12 @@ class Gateway:
             while len(self._groups) > REMEMBERED:
                 self._groups.popitem(last=False)
         seconds = reward.deadline_seconds
-        one = _Waiting(key, reward, None if seconds is None else now + seconds, now)
-        function = self.functions[reward.function]
+        one = _Waiting(key, reward, None if seconds is None else now + seconds, now, cases)
         if function.judge is not None:
             self._start(one)
         else:
-            self._demand[function.team].note_taken(now, group, progress)
+            if function.takes_worker:
+                self._demand[function.team].note_taken(now, group, progress)
             self._arrivals += 1
             self._waiting[self._arrivals] = one
             self._order.put((reward.function, group), self._arrivals, one.deadline)
@@ -382,18 +397,32 @@ class Gateway:
             return
         while self._waiting:
             # By the list, which is short: thousands may wait, and mostly every place is taken.
-            room = {name for name in self.functions if self.pool.room(name, self._verifying)}
+            room = {name for name in self.functions if self._room(name)}
             if not room:
                 break
             number = self._order.take(lambda lane: self._left(lane[1]), partial(_in, room))
             if number is None:
                 break
             one = self._waiting.pop(number)
-            self._verifying[self.functions[one.reward.function].team] += 1
+            self._hold(self.functions[one.reward.function], 1)
             self._start(one)
         if self._late:  # a place has come free, or a group lacks one result less
             self._hedge()
         metrics.BUSY.set(self._verifying.total())
+
+    def _room(self, name: str) -> bool:
+        """Whether one more of what waits may begin."""
+        function = self.functions[name]
+        if function.sandbox is not None:
+            return self._boxes[function.sandbox] < function.at_once
+        return function.takes_worker and self.pool.room(name, self._verifying)
+
+    def _hold(self, function: RewardFunction, places: int) -> None:
+        """Take or give back a place; judges have none."""
+        if function.takes_worker:
+            self._verifying[function.team] += places
+        elif function.sandbox is not None:
+            self._boxes[function.sandbox] += places
 
     def _left(self, group: tuple[str, str]) -> int | None:
         progress = self._groups.get(group)
@@ -433,7 +462,7 @@ class Gateway:
         """What runs, as ``hedging`` sees it."""
         now = self.clock()
         # Where one is free nothing waits that it could do: ``fill`` has been before.
-        room = {name for name in self.functions if self.pool.room(name, self._verifying)}
+        room = {name for name in self.functions if self._room(name)}
         found = []
         for number, given in self._verifications.items():
             if given.verdict.done():
@@ -480,8 +509,7 @@ class Gateway:
         except Exception as error:  # noqa: BLE001  # a caller waits: it is told, and not left alone
             result = Lost(f"Failed: {type(error).__name__}: {error}")
         finally:
-            if function.judge is None:
-                self._verifying[function.team] -= 1
+            self._hold(function, -1)
             self._under_way.pop(one.key, None)
         self._count_member(one, result)
         self.fill()  # the disk is waited for without a worker
@@ -525,7 +553,7 @@ class Gateway:
         if group in self._groups:
             self._groups[group] = self._groups[group].after(result)
             function = self.functions[one.reward.function]
-            if function.judge is None:
+            if function.takes_worker:
                 self._demand[function.team].note_progress(group, self._groups[group])
             if self._groups[group].ended:
                 del self._groups[group]
@@ -549,6 +577,8 @@ class Gateway:
         reward = one.reward
         if function.judge is not None:
             return await self._judged(function, reward)
+        if function.sandbox is not None:
+            return await self._ran(function, one)
         body = msgspec.json.encode(
             {part: getattr(reward, part) for part in ("answer", "expected", "task", "data")}
         )
@@ -606,6 +636,15 @@ class Gateway:
         except WorkerEnded as error:
             return Lost(f"JudgeFailed: {error}")
         return result_of(found, function.correct_from, self.clock() - began)
+
+    async def _ran(self, function: RewardFunction, one: _Waiting) -> Result:
+        if not one.cases:
+            return Masked("NoVerdict: the program has no case", 0.0)
+        answer = str(one.reward.answer)
+        try:
+            return await sandboxes.verdict(function, self.session, answer, one.cases, self.clock)
+        except WorkerEnded as error:
+            return Lost(f"SandboxFailed: {error}")
 
     async def close(self) -> None:
         """End what runs; who waits for it gets no result, and asks the next gateway."""

@@ -51,10 +51,12 @@ def users(functions: Mapping[str, RewardFunction], first: int) -> dict[str, int]
     Raises:
         BadFunctions: this process is no root, and more than one team has functions.
     """
-    teams = sorted({one.team for one in functions.values() if one.judge is None})
+    teams = sorted({one.team for one in functions.values() if one.takes_worker})
     if os.geteuid() == 0:
         return {
-            name: first + teams.index(one.team) for name, one in functions.items() if not one.judge
+            name: first + teams.index(one.team)
+            for name, one in functions.items()
+            if one.takes_worker
         }
     if len(teams) > 1:
         message = (

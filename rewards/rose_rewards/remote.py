@@ -46,7 +46,7 @@ def own(listed: Mapping[str, RewardFunction], team: str) -> dict[str, RewardFunc
     found = {
         name: one.model_copy(update={"network": True})
         for name, one in listed.items()
-        if one.team == team and one.judge is None
+        if one.team == team and one.takes_worker
     }
     if not found:
         message = (

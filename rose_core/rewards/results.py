@@ -16,18 +16,20 @@ import sys
 import msgspec
 
 
-class Scored(msgspec.Struct, frozen=True, tag="scored", tag_field="outcome"):
+class Scored(msgspec.Struct, frozen=True, tag="scored", tag_field="outcome", omit_defaults=True):
     """The function has judged the answer.
 
     Attributes:
         reward: a finite number.
         correct: whether the answer counts as a correct one.
         seconds: that the function took.
+        reason: why it is no better, where the function says; of a program the case that it failed.
     """
 
     reward: float
     correct: bool
     seconds: float
+    reason: str = ""
 
 
 class Masked(msgspec.Struct, frozen=True, tag="masked", tag_field="outcome"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ class Box:
         tunnels: connections into it.
         connections: the same, and those out of it by its proxy.
         gone: set when it ends here.
+        ends_at: when it is ended and forgotten, if nobody has done so.
     """
 
     spec: SandboxSpec
@@ -98,6 +100,7 @@ class Box:
     tunnels: int = 0
     connections: int = 0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    ends_at: float = math.inf
 
     @property
     def etag(self) -> str:

@@ -58,23 +58,11 @@ from rose_sandbox.recorded import (
     written_result,
     written_spec,
 )
-from rose_sandbox.runtimes.runtime import (
-    ExecResult,
-    Handle,
-    Limits,
-    Runtime,
-    SandboxSpec,
-)
+from rose_sandbox.runtimes.runtime import ExecResult, Handle, Limits, Runtime, SandboxSpec
 from rose_sandbox.saving import Saver
 from rose_sandbox.tunnel import Tunnel
 from rose_weights.errors import Fenced, UnknownVersion, WeightsError
-from rose_weights.store.records import (
-    Command,
-    OwnedSession,
-    PublishedTurn,
-    Records,
-    TurnRecord,
-)
+from rose_weights.store.records import Command, OwnedSession, PublishedTurn, Records, TurnRecord
 
 LOG = logging.getLogger(__name__)
 
@@ -287,6 +275,10 @@ class Host:
                 self._remember(session, error)
                 raise
             await self._end_leftover(session)
+
+    def end_after(self, session: str, seconds: float) -> None:
+        """End and forget a session's sandbox then, soon after, whoever asked for it being gone."""
+        self._box(session).ends_at = self._now() + seconds
 
     async def _end_leftover(self, session: str) -> None:
         """What runs here of a session, also what an earlier process of this host left behind."""
@@ -605,7 +597,7 @@ class Host:
             del self._fenced[next(iter(self._fenced))]
 
     async def renew(self) -> None:
-        """End the sandboxes whose sessions another host has taken over.
+        """End the sandboxes whose sessions another host has taken over, or whose time is over.
 
         And those that could not be ended when they ought to have been.
         """
@@ -618,6 +610,9 @@ class Host:
     async def _renew_one(self, session: str, box: Box) -> None:
         if box.clock.phase is SandboxPhase.ENDED:
             return await self._drop(session, box)
+        if self._now() >= box.ends_at:
+            LOG.info("session %s: its time is over", session)
+            return await self.end(session, forget=True)
         try:
             await asyncio.to_thread(self._records.check, box.owned)
         except Fenced as error:

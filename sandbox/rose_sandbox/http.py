@@ -3,6 +3,7 @@
 | route | body | answer |
 |---|---|---|
 | ``POST /sessions`` | ``session``, ``image``, ``limits``, ``environment``, ``folder`` | state |
+| the same | ``network``: false for none at all; ``lifetime``: seconds until it is forgotten | |
 | the same | ``session``, ``template``, ``environment`` | state, ``template``: what it passed over |
 | ``GET /sessions``, ``GET /sessions/{key}`` | | keys; state, ``ETag``, ``Rose-Still-Seconds`` |
 | ``POST /sessions/{key}/exec`` | ``command``, ``within``, ``name``, ``shell`` | result |
@@ -28,12 +29,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from aiohttp import hdrs, web
@@ -84,6 +86,9 @@ STATUS: dict[type[Exception], int] = {
 """Of each error that has a name; the most special one counts."""
 REFUSAL = "Rose-Error"
 """Header with the error of a WebSocket that was refused, as bodies have it elsewhere."""
+LIFE = "Rose-Host-Life"
+"""Header of every answer: the same for as long as the host's process lives, which knows no sandbox
+of the one before it."""
 STILL = "Rose-Still-Seconds"
 """Header of a session's state: how long ago its agent can have acted last; 0 while it has a
 connection, through which nobody sees what comes."""
@@ -111,6 +116,8 @@ class _Create(msgspec.Struct, forbid_unknown_fields=True):
     environment: dict[str, str] = {}
     folder: str = "/home"
     template: str = ""
+    network: bool = True
+    lifetime: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
 
 class _Exec(msgspec.Struct, forbid_unknown_fields=True):
@@ -185,6 +192,7 @@ def application(
     guarded = _guarded(token, traffic_token)
     app = web.Application(client_max_size=FILE_BYTES, middlewares=[_named, guarded])
     app.add_routes(pages(metrics.REGISTRY))
+    app.on_response_prepare.append(_says_its_life())
     app.on_shutdown.append(api.hang_up)
     app.add_routes(
         [
@@ -230,6 +238,15 @@ async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
         # Whoever asks for a WebSocket is given no body of an answer that is none.
         refusal = {REFUSAL: json.dumps(body)} if "Upgrade" in request.headers else {}
         return web.json_response(body, status=STATUS[kind], headers=refusal)
+
+
+def _says_its_life() -> Callable[[web.Request, web.StreamResponse], Coroutine[Any, Any, None]]:
+    life = secrets.token_hex(8)
+
+    async def say(_request: web.Request, answer: web.StreamResponse) -> None:
+        answer.headers[LIFE] = life
+
+    return say
 
 
 def _guarded(token: Callable[[], str], traffic_token: Callable[[], str]) -> Middleware:
@@ -288,13 +305,16 @@ class _Api:
             limits=Limits(**{**known, **given}),
             environment=asked.environment,
             folder=asked.folder,
+            networks=None if asked.network else (),
         )
+        if asked.lifetime is not None:
+            self._host.end_after(asked.session, asked.lifetime)
         return _json(asdict(status), 201)
 
     async def _of_template(self, asked: _Create) -> web.Response:
         usual = _Create("")
-        own = [name for name in ("image", "limits", "folder") if _differs(asked, usual, name)]
-        if own:
+        names = ("image", "limits", "folder", "network", "lifetime")
+        if own := [name for name in names if _differs(asked, usual, name)]:
             raise ValueError(f"{', '.join(own)}: they are the template's; leave them out")
         status, made = await self._templates.create(
             self._host, asked.session, asked.template, asked.environment

@@ -125,7 +125,13 @@ def test_a_worker_that_has_no_function_is_left_out() -> None:
     """It would not start."""
     judge = {"judge": "http://router-research-judge.rose-routers.svc:8000"}
     mine: Object = {"module": "checks:run", "team": "a"}
-    for functions_, workers in (({"helpful": judge}, set()), ({"mine": mine}, {"a"})):
+    # Longer than any worker has to finish, and of a team that has none: a host runs it.
+    programs: Object = {"sandbox": "http://sandboxes:7600", "seconds": 3600, "team": "b"}
+    for functions_, workers in (
+        ({"helpful": judge}, set()),
+        ({"programs": programs}, set()),
+        ({"mine": mine}, {"a"}),
+    ):
         values: Object = {"enabled": True, "functions": functions_, "workers": WORKERS}
         rendered = render({**VALUES, "rewards": values}, KEDA)
         for kind in ("Deployment", "ScaledObject", "NetworkPolicy"):

@@ -247,6 +247,18 @@ def test_hosts_are_reached_by_their_team_its_router_and_guards_alone() -> None:
     assert [one["to"] for one in policy["egress"] if "to" in one] == [[STORE]]
 
 
+def test_the_gateway_of_rewards_reaches_the_hosts_that_a_function_names_and_no_others() -> None:
+    for at in ("", ".rose-system", ".rose-system.svc.cluster.local"):
+        programs = {"sandbox": f"http://{NAME}{at}:7600", "tokenFile": "/etc/rose/token"}
+        rewards: Object = {"enabled": True, "functions": {"programs": programs}}
+        rendered = render({**CLOSED, "sandboxes": TWO, "rewards": rewards})
+        for name, reached in ((NAME, True), (DAPO, False)):
+            (rule,) = rendered.one("NetworkPolicy", name)["spec"]["ingress"]
+            assert ("rose-rewards" in str(rule["from"])) is reached
+    off = render({**CLOSED, "sandboxes": TWO, "rewards": {**rewards, "enabled": False}})
+    assert "rose-rewards" not in str(off.one("NetworkPolicy", NAME)["spec"])
+
+
 def test_a_policy_that_would_keep_hosts_from_their_store_is_refused() -> None:
     values = {**LENDING, "networkPolicy": {"enabled": True}}
     with pytest.raises(CommandFailed, match=r"name its pods or addresses in networkPolicy\.stores"):

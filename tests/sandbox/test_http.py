@@ -27,7 +27,7 @@ from rose_sandbox.errors import (
     UnknownImage,
     UnknownTurn,
 )
-from rose_sandbox.http import ServingTraffic, application
+from rose_sandbox.http import LIFE, ServingTraffic, application
 from rose_sandbox.main import parser
 from rose_sandbox.metrics import REGISTRY
 from tests.sandbox.test_host import World
@@ -74,6 +74,44 @@ async def test_an_agent_works_forks_and_leaves_nothing_behind(served: Served) ->
         assert await box.read("/home/a") == b"2"
     assert served.world.host.sessions() == ()
     assert served.world.records.turns("s") == ()
+
+
+async def test_a_sandbox_with_a_lifetime_is_forgotten_by_its_host(served: Served) -> None:
+    host, now = served.world.host, [0.0]
+    host._now = lambda: now[0]
+    headers = {"Authorization": "Bearer word"}
+    async with aiohttp.ClientSession(headers=headers) as http:
+        at = f"{served.url}/sessions"
+        for body in ({"session": "s", "lifetime": 60}, {"session": "stays"}):
+            async with http.post(at, json=body) as answer:
+                assert answer.status == 201
+        for wrong in ({"lifetime": 0}, {"template": "t", "lifetime": 1}):
+            async with http.post(at, json={"session": "no", **wrong}) as answer:
+                assert answer.status == 400, await answer.text()
+        now[0] = 59.0
+        await host.renew()
+        assert host.sessions() == ("s", "stays")
+        now[0] = 60.0
+        await host.renew()
+        assert host.sessions() == ("stays",)
+        assert served.world.records.turns("s") == ()
+
+
+async def test_a_host_says_which_process_it_is(served: Served, tmp_path: Path) -> None:
+    lives = set()
+    async with aiohttp.ClientSession() as http:
+        for path in ("/healthz", "/sessions"):  # refusals too
+            async with http.get(served.url + path) as answer:
+                lives.add(answer.headers[LIFE])
+        assert len(lives) == 1
+        runner = web.AppRunner(
+            application(World(tmp_path / "other").host, ServingTraffic(), lambda: "word")
+        )
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with http.get(f"http://127.0.0.1:{runner.addresses[0][1]}/healthz") as answer:
+            assert answer.headers[LIFE] not in lives
+        await runner.cleanup()
 
 
 async def test_a_command_ends_with_its_caller_and_one_with_a_name_is_told_to_the_next(

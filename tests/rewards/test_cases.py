@@ -1,0 +1,192 @@
+"""Cases of programs: the forms that data sets have, and what counts as an answer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rose_core.rewards.answers import is_answer
+from rose_core.rewards.cases import (
+    AssertCase,
+    BadCases,
+    CallCase,
+    StdinCase,
+    program_of,
+    read_cases,
+)
+from rose_rewards import inside
+
+
+def test_the_forms_of_data_sets_give_the_same_cases() -> None:
+    columns = {"inputs": ["1\n", ["2", "3"]], "outputs": ["2\n", ["4", "6"]]}
+    wanted = (StdinCase("1\n", "2\n"), StdinCase("2\n3", "4\n6"))
+    entries = [
+        {"input": "1\n", "output": "2\n", "testtype": "stdin"},
+        {"input": "2\n3", "output": "4\n6", "type": "stdin_stdout"},
+    ]
+    for expected in (columns, json.dumps(columns), entries, json.dumps(entries)):
+        assert read_cases(expected) == wanted
+    assert read_cases(None) == read_cases([]) == read_cases({"inputs": [], "outputs": []}) == ()
+
+
+def test_calls_have_arguments_as_lists_or_as_lines_of_json() -> None:
+    assert read_cases({"inputs": [[1, [2]]], "outputs": [[3]], "fn_name": "f"}) == (
+        CallCase("f", (1, [2]), [3], wrapped=True),
+    )
+    entries = [{"input": "[1]\n2", "output": "true", "fn_name": "f", "testtype": "functional"}]
+    assert read_cases(entries) == (CallCase("f", ([1], 2), expected=True),)
+
+
+def test_an_assert_is_what_runs_and_a_literal_that_stays() -> None:
+    lines = [
+        "assert f(1, (2, 3)) == {4: 'a'}",
+        "assert [1] == g(x=2), 'a message'",
+        "assert h() is None",
+        "assert not is_odd(2)",
+        "assert is_odd(3)",
+        "assert s([]) == set()",
+    ]
+    wanted = (
+        AssertCase("f(1, (2, 3))", {4: "a"}),
+        AssertCase("g(x=2)", [1]),
+        AssertCase("h()", None),
+        AssertCase("bool(is_odd(2))", expected=False),
+        AssertCase("bool(is_odd(3))", expected=True),
+        AssertCase("s([])", set()),
+    )
+    assert read_cases(lines) == read_cases("\n".join(lines)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("expected", "problem"),
+    [
+        (7, "expected is int; send"),
+        ("no JSON", "expected is a text and no JSON"),
+        ("[" * 100_000, "expected is a text and no JSON"),
+        ({"inputs": ["1"]}, "are not two lists"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": [], "outputs": [], "more": 1}, "expected has more"),
+        ({"inputs": [1], "outputs": ["1"]}, "input 1 is 1; without fn_name"),
+        ({"inputs": [["1"]], "outputs": [1], "fn_name": "f()"}, "fn_name is 'f()'"),
+        ({"inputs": ["1"], "outputs": ["x"], "fn_name": "f"}, "output 1 is no JSON"),
+        ([{"input": "1"}], "case 1 has no input and output"),
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "which function by fn_name"),
+        (["assert f(1) == g(2)"], "only `assert f(...) == literal` is run"),
+        (["assert abs(f(1) - 2) < 1e-6"], "only `assert f(...) == literal` is run"),
+        (["import os"], "expected one line"),
+        (["assert f("], "it cannot be read"),
+        (["assert f(" + "(" * 5000 + ")" * 5000 + ") == 1"], "it cannot be read"),
+        (["assert f(1) == " + "-" * 90_000 + "1"], "it cannot be read"),
+        (["assert f() == " + "[" * 3000 + "]" * 3000], "it cannot be read"),
+        (["assert " + "x" * 100_001], "has over 100000 characters"),
+        ([{"input": "", "output": ""}] * 1001, "1001 cases; 1000 at most"),
+    ],
+)
+def test_what_is_no_form_of_cases_is_named(expected: object, problem: str) -> None:
+    with pytest.raises(BadCases) as refused:
+        read_cases(expected)
+    assert problem in str(refused.value)
+
+
+def test_the_program_is_the_last_fenced_block_or_all_of_the_answer() -> None:
+    assert program_of("print(1)") == "print(1)"
+    assert program_of("a\n```\nx\n```\nb\n```python\nprint(1)\n```\nend") == "print(1)\n"
+    assert program_of("it is\n```py\nprint(1)\nprint(2)") == "print(1)\nprint(2)\n"
+    assert program_of("```\nx\n```\n```") == "x\n"
+
+
+@pytest.mark.parametrize(
+    ("expected", "gave", "right"),
+    [
+        ("1 2\n3\n", "1 2  \r\n3", True),
+        ("1 2", "1  2\n\n", True),
+        ("", "\n", True),
+        ("1\n2", "1 2", False),
+        ("1\n\n2", "1\n2", False),
+        ("yes", "YES", False),
+        ("0.5", "0.50000001", True),
+        ("0.5", "0.501", False),
+        ("1e3", "1000", True),
+        ("1.0", "1", True),
+        ("1000000", "1000000.0", False),
+        ("0.5", "nan", False),
+        ("0.5", "half", False),
+        ("x.y", "x.z", False),
+    ],
+)
+def test_lines_and_words_of_what_is_printed_are_compared(
+    expected: str, gave: str, *, right: bool
+) -> None:
+    assert is_answer(StdinCase("", expected), gave.encode(), 1e-6) == right
+
+
+def written(value: object) -> bytes:
+    return json.dumps(inside._written(value)).encode()
+
+
+@pytest.mark.parametrize(
+    ("expected", "result", "right"),
+    [
+        ([1, 2], (1, 2), True),
+        ([[1, 2]], [1, 2], True),  # APPS and TACO put a list around a result
+        ([[1, 2]], [[1, 2]], True),
+        ({"1": [2]}, {1: (2,)}, True),
+        ([0.5], 0.5000000001, True),
+        ([1], True, True),
+        (["1"], 1, False),
+        ([1], {1}, False),
+        ([None], None, True),
+        ([1, 2], [1], False),
+        ([object.__name__], object(), False),
+    ],
+)
+def test_results_of_calls_are_compared_as_json(
+    expected: object, result: object, *, right: bool
+) -> None:
+    assert is_answer(CallCase("f", (), expected, wrapped=True), written(result), 1e-6) == right
+
+
+@pytest.mark.parametrize(
+    ("expected", "result", "right"),
+    [
+        ((1, [2]), (1, [2]), True),
+        ((1, 2), [1, 2], False),
+        ({3, 1, (2, 0)}, {(2, 0), 1.0, 3}, True),
+        ({1, 2}, {1}, False),
+        ({1: {"a": 0.5}}, {True: {"a": 0.5}}, True),
+        (0.1 + 0.2, 0.3, False),
+        (set(), set(), True),
+        ({"list": [1]}, [1], False),
+        ([], {"list": []}, False),
+    ],
+)
+def test_results_of_asserts_are_compared_as_python_does(
+    expected: object, result: object, *, right: bool
+) -> None:
+    assert (expected == result) == right
+    assert is_answer(AssertCase("f()", expected), written(result), 1e-6) == right
+
+
+@pytest.mark.parametrize(
+    "gave",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 1_000_000,
+        b'{"list":' * 100_000,
+        b"9" * 10_000,
+        b"1e999",
+        b'{"set": [%s]}' % b",".join(b"%d" % (n * (2**61 - 1)) for n in range(100_000)),
+        b'{"dict": [%s]}' % b",".join(b"[%d, 1]" % (n * (2**61 - 1)) for n in range(100_000)),
+        b'{"dict": [[1]]}',
+        b'{"dict": {"1": 2}}',
+        b'{"list": 7}',
+        b'{"other": ["int"]}',
+    ],
+)
+@pytest.mark.timeout(60)  # hashes that collide would cost minutes
+def test_a_result_that_is_made_to_hurt_is_wrong(gave: bytes) -> None:
+    for expected in (1, {1: 1}, {1}, [1], (0.5,)):
+        assert not is_answer(AssertCase("f()", expected), gave, 1e-6)
+        assert not is_answer(CallCase("f", (), expected, wrapped=True), gave, 1e-6)
