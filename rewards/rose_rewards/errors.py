@@ -7,7 +7,7 @@ RewardsError
 ├── TornJournal     results that are kept cannot be trusted, or another process has them
 └── WorkerEnded     a worker died or was stopped before it had answered
     ├── WorkerKilled    by SIGKILL, or with its pod
-    ├── HostAway        a sandbox host does not answer, or is another process than before
+    ├── SandboxHostAway a sandbox host does not answer, or is another process than before
     └── SandboxBroke    a sandbox does no more what its host asks, and its program had begun
 """
 
@@ -40,7 +40,7 @@ class WorkerKilled(WorkerEnded):
     """Somebody killed it, or its pod is lost: most likely no fault of what it verified."""
 
 
-class HostAway(WorkerEnded):
+class SandboxHostAway(WorkerEnded):
     """Nothing was heard from a sandbox host, or it knows nothing of what it was asked before."""
 
 

@@ -4,7 +4,7 @@
     gsm8k: {rule: math, seconds: 10}
     unit-tests: {module: "checks:run", path: /teams/a, team: a, seconds: 60, memoryMebibytes: 2048}
     judge: {judge: http://router-research-judge.rose-routers.svc:8000, tokenFile: /etc/rose/judge}
-    programs: {sandbox: http://sandboxes:7600, tokenFile: /etc/rose/sandboxes, caseSeconds: 6}
+    programs: {sandbox: http://sandboxes:7600, tokenFile: /etc/rose/sandboxes, atOnce: 16}
 
 A function with a team may be called by that team alone, and its code runs under a user of that
 team's own. Next step: ``gateway`` runs them.
@@ -49,7 +49,7 @@ class RewardFunction(pydantic.BaseModel):
         case_seconds: of processor time, that one case may take.
         partial: the reward is the share of cases that are passed; else all of them, or nothing.
         tolerance: of fractions that a program prints or returns, relative and absolute.
-        disk_mebibytes: that a program may write.
+        disk_mebibytes: (``diskMebibytes``) that a program may write.
         at_once: sandboxes at a time, of all functions with this URL.
         seconds: longest time of one verification; of a program, of all its cases together, and
             again of its host's part. 30 by default, of programs 120.

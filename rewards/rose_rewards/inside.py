@@ -4,15 +4,15 @@
     python3 inside.py call PROGRAM          as nobody: calls a function of the program
 
 It knows what goes in and not what is expected. The program is another user's, so it can neither
-change this file or what is said of its cases, nor read other cases; what it leaves behind is
+change this file or what is reported of its cases, nor read other cases; what it leaves behind is
 killed before the next case. A program that did all that all the same would have to say answers that
 it does not know: ``rose_core.rewards.answers`` compares them in the gateway.
 
-What is said: a line ``rose-cases``, then for each case a line of JSON (``case``, ``end``,
+The report: a line ``rose-cases``, then for each case a line of JSON (``case``, ``end``,
 ``code``, ``seconds``, ``bytes``, ``error``) with so many bytes behind it. Where that is more than
-``most_said``, it lies in the file ``said``, and the next line is ``in a file``.
+``most_reported``, it lies in the file ``report``, and the next line is ``in a file``.
 
-Needs nothing but Python 3.8 and its library. Next step: ``sandboxes`` reads what is said.
+Needs nothing but Python 3.8 and its library. Next step: ``sandboxes`` reads the report.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ def main(arguments: list[str]) -> None:
     out = sys.stdout.buffer
     out.write(HELLO)
     out.flush()
-    said = b""
+    report = b""
     first, count, ends = int(arguments[0]), int(arguments[1]), float(arguments[2])
     ends += time.monotonic()
     for number in range(first, first + count):
         line, gave = _run(job, folder, number)
-        said += json.dumps(line).encode() + b"\n" + gave
+        report += json.dumps(line).encode() + b"\n" + gave
         # What comes after a case that nothing can come of is not run where all have to be right.
         if (job["stop"] and (line["end"], line["code"]) != ("exited", 0)) or (
-            len(said) > job["most_bytes"] or time.monotonic() > ends
+            len(report) > job["most_bytes"] or time.monotonic() > ends
         ):
             break
-    if len(said) > job["most_said"]:
-        (folder / "said").write_bytes(said)
+    if len(report) > job["most_reported"]:
+        (folder / "report").write_bytes(report)
         out.write(IN_A_FILE)
     else:
-        out.write(said)
+        out.write(report)
     out.flush()
 
 
 def _run(job: dict[str, Any], folder: Path, number: int) -> tuple[dict[str, Any], bytes]:
-    """One case."""
+    """Run one case, and report how it ended."""
     user, began = job["user"], time.monotonic()
     home = "/"
     with contextlib.suppress(OSError):  # an earlier case has filled the disk

@@ -42,8 +42,9 @@ import msgspec
 from rose_core.rewards.answers import is_answer
 from rose_core.rewards.cases import CallCase, Case, StdinCase, program_of
 from rose_core.rewards.results import Scored
+from rose_core.unreadable import UNREADABLE
 from rose_rewards import inside
-from rose_rewards.errors import HostAway, SandboxBroke, WorkerEnded
+from rose_rewards.errors import SandboxBroke, SandboxHostAway, WorkerEnded
 from rose_rewards.functions import RewardFunction
 from rose_wire import flags
 from rose_wire.heartbeat import Heartbeat
@@ -59,7 +60,9 @@ WALL: Final = 3.0
 answer wrong, and a program that sleeps ends."""
 MOST_BYTES: Final = 4 << 20
 """That a case may print: no more is expected than a request's body has."""
-_MOST_SAID = 192 << 10  # a host hands back 256 KiB of a command's output, and cuts what is longer
+_MOST_REPORTED = (
+    192 << 10
+)  # a host hands back 256 KiB of a command's output, and cuts what is longer
 _FILE_BYTES = 64 << 20
 _OWN_MEBIBYTES = 64  # of the sandbox's shells, of ``inside`` and of its folder, beside the program
 _MOST_AT_ONCE = 16
@@ -152,17 +155,21 @@ class _Sandbox:
         }
         self.begun = True  # until it is known that it has not
         raw = await self._call("POST", "/exec", json=body, within=within)
-        reply = msgspec.json.decode(raw, type=_Reply)
-        said = reply.stdout
-        if said == inside.HELLO + inside.IN_A_FILE:
-            at = {"path": f"{FOLDER}/said"}
-            said = inside.HELLO + await self._call("GET", "/files", params=at)
-        if not said.startswith(inside.HELLO):
+        try:
+            reply = msgspec.json.decode(raw, type=_Reply)
+        except UNREADABLE as error:
+            message = f"{self.url} answers a command with what is no result: {error}"
+            raise SandboxHostAway(message) from error
+        report = reply.stdout
+        if report == inside.HELLO + inside.IN_A_FILE:
+            at = {"path": f"{FOLDER}/report"}
+            report = inside.HELLO + await self._call("GET", "/files", params=at)
+        if not report.startswith(inside.HELLO):
             self.begun = False
             text = reply.stderr.decode(errors="replace").strip()[-200:]
             image = self.function.image
             raise WorkerEnded(f"image {image} does not run python3: {text or 'it says nothing'}")
-        found = _frames(said[len(inside.HELLO) :], first)
+        found = _frames(report[len(inside.HELLO) :], first)
         if not found:
             late = "it took too long" if reply.timed_out else "it was killed beside its program"
             raise SandboxBroke(f"what runs the program says nothing: {late}")
@@ -182,7 +189,7 @@ class _Sandbox:
         """The body of an answer.
 
         Raises:
-            HostAway: there is none, or it is of another process.
+            SandboxHostAway: there is none, or it is of another process.
             SandboxBroke: the sandbox does no more what it is asked, and the program had begun.
             WorkerEnded: the host refused or failed.
         """
@@ -201,12 +208,12 @@ class _Sandbox:
                 body = await reply.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             message = f"{self.url} is away: {type(error).__name__}: {error}"
-            raise HostAway(message) from error
+            raise SandboxHostAway(message) from error
         if reply.status in _AWAY:
-            raise HostAway(f"{self.url} answered {reply.status}: {_words(body)}")
+            raise SandboxHostAway(f"{self.url} answered {reply.status}: {_words(body)}")
         there = reply.headers.get(_LIFE, "")
         if self.life and there != self.life:
-            raise HostAway(f"{self.url} was started anew")
+            raise SandboxHostAway(f"{self.url} was started anew")
         self.life = there
         if reply.status < 400:
             return body
@@ -265,7 +272,7 @@ class _Run:
             asked += 1
             try:
                 return await self._tried(self.program, self.cases)
-            except HostAway as error:
+            except SandboxHostAway as error:
                 problem = str(error)
             except SandboxBroke as error:
                 problem, failed, broke = str(error), failed + 1, broke + 1
@@ -345,7 +352,7 @@ async def _address(url: str) -> str:
     """The URL at one of the addresses of its name, by chance: each is a host of its own.
 
     Raises:
-        HostAway: the name is not known now.
+        SandboxHostAway: the name is not known now.
     """
     parts = urlsplit(url.rstrip("/"))
     if parts.scheme != "http":  # a certificate is of the name
@@ -356,7 +363,7 @@ async def _address(url: str) -> str:
             str(parts.hostname), port, type=socket.SOCK_STREAM
         )
     except OSError as error:
-        raise HostAway(f"{url} is away: {error}") from error
+        raise SandboxHostAway(f"{url} is away: {error}") from error
     address = str(random.choice(found)[4][0])  # noqa: S311  # no secret
     return (
         f"http://[{address}]:{port}{parts.path}"
@@ -377,7 +384,7 @@ def _job(function: RewardFunction, cases: Sequence[Case]) -> bytes:
         "wall_seconds": WALL * function.case_seconds,
         "file_bytes": _FILE_BYTES,
         "most_bytes": MOST_BYTES,
-        "most_said": _MOST_SAID,
+        "most_reported": _MOST_REPORTED,
         "stop": not function.partial,
     }
     return json.dumps(job).encode()
@@ -392,19 +399,19 @@ def _given(case: Case) -> str:
     return json.dumps({"source": case.given})
 
 
-def _frames(said: bytes, first: int) -> list[tuple[_Ran, bytes]]:
-    """What is said of cases, as far as it is whole and in order."""
+def _frames(report: bytes, first: int) -> list[tuple[_Ran, bytes]]:
+    """Cases of a report, as far as it is whole and in order."""
     found: list[tuple[_Ran, bytes]] = []
-    while said:
-        line, _, rest = said.partition(b"\n")
+    while report:
+        line, _, rest = report.partition(b"\n")
         try:
             one = msgspec.json.decode(line, type=_Ran)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             break
         if one.case != first + len(found) or not 0 <= one.bytes <= len(rest):
             break
         found.append((one, rest[: one.bytes]))
-        said = rest[one.bytes :]
+        report = rest[one.bytes :]
     return found
 
 

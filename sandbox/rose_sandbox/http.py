@@ -192,7 +192,7 @@ def application(
     guarded = _guarded(token, traffic_token)
     app = web.Application(client_max_size=FILE_BYTES, middlewares=[_named, guarded])
     app.add_routes(pages(metrics.REGISTRY))
-    app.on_response_prepare.append(_says_its_life())
+    app.on_response_prepare.append(_naming_its_process())
     app.on_shutdown.append(api.hang_up)
     app.add_routes(
         [
@@ -240,13 +240,13 @@ async def _named(request: web.Request, handler: Handler) -> web.StreamResponse:
         return web.json_response(body, status=STATUS[kind], headers=refusal)
 
 
-def _says_its_life() -> Callable[[web.Request, web.StreamResponse], Coroutine[Any, Any, None]]:
+def _naming_its_process() -> Callable[[web.Request, web.StreamResponse], Coroutine[Any, Any, None]]:
     life = secrets.token_hex(8)
 
-    async def say(_request: web.Request, answer: web.StreamResponse) -> None:
+    async def name(_request: web.Request, answer: web.StreamResponse) -> None:
         answer.headers[LIFE] = life
 
-    return say
+    return name
 
 
 def _guarded(token: Callable[[], str], traffic_token: Callable[[], str]) -> Middleware:

@@ -217,7 +217,7 @@ async def test_what_a_case_leaves_behind_is_gone_at_the_next(host: ProgramHost) 
 CHANGES = """
 import os, shutil
 done = []
-for path in ("inside.py", "program.py", "job.json", "said"):
+for path in ("inside.py", "program.py", "job.json", "report"):
     path = "/run/rose-program/" + path
     for act in (lambda: open(path, "w"), lambda: os.remove(path), lambda: os.rename(path, "x")):
         try: act(); done.append(path)
@@ -225,7 +225,8 @@ for path in ("inside.py", "program.py", "job.json", "said"):
 for act in (
     lambda: os.setuid(0), lambda: os.listdir("/run/rose"), lambda: open("/run/rose/in", "w"),
     lambda: os.remove("/usr/bin/python3"), lambda: open("/run/rose-program/job.json").read(),
-    lambda: os.kill(1, 9), lambda: os.nice(-1), lambda: os.symlink("/x", "/run/rose-program/said"),
+    lambda: os.kill(1, 9), lambda: os.nice(-1),
+    lambda: os.symlink("/x", "/run/rose-program/report"),
 ):
     try: act(); done.append(act)
     except OSError: pass

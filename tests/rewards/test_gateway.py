@@ -557,7 +557,7 @@ async def test_judges_are_asked_at_once_take_no_worker_and_fill_the_queue(folder
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("f: {}", "give exactly one of rule, module and judge"),
+        ("f: {}", "give exactly one of rule, module, judge and sandbox"),
         ("f: {rule: exact, judge: 'http://x'}", "give exactly one"),
         ("f: {rule: exact, second: 1}", "f.second"),
         ("f: {module: checks}", "f.module"),
