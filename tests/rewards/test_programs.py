@@ -403,13 +403,13 @@ def test_the_list_says_what_of_a_program_is_wrong(tmp_path: Path) -> None:
 @pytest.mark.sandbox
 async def test_an_answer_of_megabytes_comes_out_whole(tmp_path: Path) -> None:
     text = "\n".join(str(n) for n in range(200_000))
-    cases = {"inputs": ["", text, ""], "outputs": [text, "1288894", ""]}
+    cases = {"inputs": ["", text, ""], "outputs": [text, str(len(text)), ""]}
     async with (
         real_host(tmp_path) as host,
         gateway_of(tmp_path, {"programs": host.listed(caseSeconds=20, partial=True)}) as gateway,
     ):
         program = "import sys\nread = sys.stdin.read()\n"
-        program += "print(len(read) - 995 if read else '\\n'.join(map(str, range(200_000))))"
+        program += "print(len(read) if read else '\\n'.join(map(str, range(200_000))))"
         found = await gateway.score(reward(program, expected=cases))
     assert isinstance(found, Scored)
     assert (found.reward, found.reason) == (2 / 3, "case 3 of 3: WrongAnswer")
