@@ -46,7 +46,7 @@ class RewardFunction(pydantic.BaseModel):
         team: whose it is; empty = everybody may call it.
         image: that sandboxes begin as; has ``python3``.
         command: that runs a program, the shell's; ``{file}`` is where that lies.
-        case_seconds: of processor time, that one case may take.
+        case_seconds: (``caseSeconds``) of processor time, that one case may take.
         partial: the reward is the share of cases that are passed; else all of them, or nothing.
         tolerance: of fractions that a program prints or returns, relative and absolute.
         disk_mebibytes: (``diskMebibytes``) that a program may write.

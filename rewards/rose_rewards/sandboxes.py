@@ -77,7 +77,7 @@ _CONTROL = "print('rose')\n"
 
 
 class _Reply(msgspec.Struct):
-    """Of a command; ``rose_sandbox.runtimes.runtime.ExecResult``."""
+    """How a command ended, as ``rose_sandbox.runtimes.runtime.ExecResult`` has it."""
 
     exit_code: int
     stdout: bytes
