@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ IN_A_FILE = b"in a file\n"
 _ERROR_BYTES = 2048
 _CHUNK = 1 << 16
 _LOOK_SECONDS = 0.02
+# For the kernel to end what was killed; beyond it something hangs in the kernel, and does nothing.
+_GONE_SECONDS = 2.0
 # How one ends whose CPU time is over, without a shell around it and with one.
 _LATE = (-signal.SIGXCPU, 128 + signal.SIGXCPU)
 
@@ -144,6 +147,7 @@ def _read(process: subprocess.Popen[bytes], job: dict[str, Any], began: float) -
             time.sleep(_LOOK_SECONDS / 10)
     _kill_all(job["user"])
     process.wait()
+    _wait_until_gone(job["user"])
     while is_open and len(gave) <= job["most_bytes"]:
         before = len(gave)
         is_open = _take(pipe.fileno(), gave) and len(gave) > before
@@ -175,6 +179,23 @@ def _kill_all(user: int) -> None:
             os.kill(-1, signal.SIGKILL)
     finally:
         os.setresuid(0, 0, 0)
+
+
+def _wait_until_gone(user: int) -> None:
+    """Return when nothing of the user is left: what is killed takes a moment to end."""
+    ends = time.monotonic() + _GONE_SECONDS
+    while time.monotonic() < ends and any(map(_belongs(user), Path("/proc").iterdir())):
+        time.sleep(_LOOK_SECONDS / 10)
+
+
+def _belongs(user: int) -> Callable[[Path], bool]:
+    def belongs(entry: Path) -> bool:
+        try:
+            return entry.name.isdigit() and entry.stat().st_uid == user
+        except OSError:  # it has ended meanwhile
+            return False
+
+    return belongs
 
 
 def call(program: Path) -> None:
