@@ -34,6 +34,8 @@ class GateLimits:
     Attributes:
         reopen_ns: emptiness needed before opening, at most.
         period_ns: control period of the duty cycle.
+        overlap_ns: how far a permit for a whole period reaches into the next, whose step is seldom
+            later than that.
         regime_ns: without usable gaps for so long, a replica is never idle.
         on_off_share: idle share from which lending uses idle gaps only.
         least_duty: a smaller share is not worth a stop and a continue.
@@ -41,6 +43,7 @@ class GateLimits:
 
     reopen_ns: int = 50_000_000
     period_ns: int = PERIOD_NS
+    overlap_ns: int = 20_000_000
     regime_ns: int = 5_000_000_000
     on_off_share: float = 0.05
     least_duty: float = 0.05
@@ -217,5 +220,8 @@ def _paced(slack: Slack, limits: GateLimits, now_ns: int) -> GateVerdict:
     reason, following = GateReason.SLACK, start + limits.period_ns
     if now_ns >= until and slack.duty < 1.0:
         return GateVerdict(False, reason, duty=slack.duty, again_ns=following, slack=slack)
-    again = following if slack.duty >= 1.0 else until
-    return GateVerdict(True, reason, until, slack.duty, again, slack)
+    if slack.duty < 1.0:
+        return GateVerdict(True, reason, until, slack.duty, until, slack)
+    # A whole period: the next one begins with an open part too, so the permit reaches into it by
+    # what a guard may be late. Else every engine would be stopped and continued at its border.
+    return GateVerdict(True, reason, following + limits.overlap_ns, 1.0, following, slack)

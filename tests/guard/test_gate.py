@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rose_core.guard.gate import GateLimits, GateVerdict, judge
+from rose_core.guard.ladder import LadderLimits
 from rose_core.guard.predictor import CostProfile, Predictor
 from rose_core.guard.reasons import GateReason
 from rose_core.guard.slack import LatencyObjective
@@ -152,6 +153,16 @@ def test_the_duty_paces_the_gate_within_a_control_period() -> None:
     assert all(abs(v.until_ns - NOW - 33 * MS) < MS for v in opened if v.open)
     changes = {v.again_ns for v in opened}
     assert changes == {opened[0].until_ns, NOW + 100 * MS}, "when to look again"
+
+
+def test_a_permit_for_a_whole_period_does_not_lapse_at_its_border() -> None:
+    """The next period is judged when it begins, and its open part begins there too."""
+    overlap = GateLimits().overlap_ns
+    whole = [never_idle(busy(streaming()), NOW + step * MS) for step in (0, 50, 99)]
+    assert [v.duty for v in whole] == [1.0] * 3
+    assert {v.until_ns for v in whole} == {NOW + 100 * MS + overlap}
+    assert {v.again_ns for v in whole} == {NOW + 100 * MS}
+    assert 0 < overlap < LadderLimits().permit_ns - GateLimits().period_ns
 
 
 def test_a_duty_that_is_not_worth_it_closes() -> None:
