@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import os
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,18 +47,34 @@ settings.load_profile("unhurried")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """What is imported and collected stays until the end: no search for garbage looks at it.
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Collect once of all workers what has to be compiled, and without a search for garbage.
 
-    It is some millions of objects, and each process of a lane searched them over and over while
-    they became more: a quarter of what collecting the unit tests costs.
+    What is imported and collected stays until the end. It is some millions of objects, and each
+    process of a lane searched them over and over while they became more: a quarter of what
+    collecting the unit tests costs.
+
+    In a fresh checkout nothing is compiled yet, and no assertion rewritten. Workers that begin at
+    once would all do that for all files, side by side; the second finds what the first has done.
     """
     gc.disable()
     try:
-        return (yield)
+        with one_worker_at_a_time(session.config):
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def one_worker_at_a_time(config: object, file: Path = Path(__file__)) -> Iterator[None]:
+    """Of all lanes' workers, which lock a file that they share; who is no worker waits for none."""
+    if not hasattr(config, "workerinput"):
+        yield
+        return
+    with file.open() as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

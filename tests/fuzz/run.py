@@ -1,15 +1,19 @@
 """``python -m tests.fuzz.run``: look for inputs that break a target, for a bounded time.
 
-Each target runs in a process of its own (``one``), begins with its folder below
-``corpus`` and what it found here before (``out/fuzz``), and may take ``--seconds``. An input that
-breaks a target is written to ``out/fuzz/TARGET/crash-*`` and named: copy it to the corpus.
+Each target runs in a process of its own (``one``), as many at once as there are cores. It begins
+with its folder below ``corpus`` and what it found here before (``out/fuzz``), and may take
+``--seconds``. An input that breaks a target is written to ``out/fuzz/TARGET/crash-*`` and named:
+copy it to the corpus.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from tests.fuzz.targets import TARGETS
@@ -27,7 +31,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=sorted(TARGETS), default=sorted(TARGETS))
     parser.add_argument("--out", type=Path, default=Path("out/fuzz"))
     options = parser.parse_args()
-    broken = [name for name in options.only if not _run(name, options.seconds, options.out)]
+    run = partial(_run, seconds=options.seconds, out=options.out)
+    with ThreadPoolExecutor(os.cpu_count()) as cores:
+        held = cores.map(run, options.only)
+        broken = [name for name, holds in zip(options.only, held, strict=True) if not holds]
     for name in broken:
         print(f"{name}: broken; its input is in {options.out / name}, kept as crash-*")
     print(f"{len(options.only) - len(broken)} passed, {len(broken)} failed")
