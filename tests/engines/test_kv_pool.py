@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import rose_engines.kv.pool
 from rose_core.rollouts.engines.kv_store import (
     PAGE_TOKENS,
     SETUP_SECONDS,
@@ -340,6 +342,23 @@ def test_a_process_that_ends_costs_no_more_than_its_pages(
             wait_until(one._joined, "another has joined", seconds=30)
         assert one.count() == 64
         assert one.pool._rest_seconds == REST_SECONDS
+
+
+def test_an_engine_with_nothing_to_ask_joins_again_under_an_open_permit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rose_engines.kv.pool, "_IDLE_SECONDS", 0.01)
+    permit = threading.Event()
+    permit.set()
+    with asked(tmp_path, may_move=permit.is_set) as one:
+        os.kill(one.process(), signal.SIGKILL)
+        wait_until(lambda: not one.pool.counts().joined, "it is found out", seconds=30)
+        permit.clear()
+        one.pool._rests_until = 0.0  # it has rested
+        time.sleep(0.2)
+        assert one.pool._process is None
+        permit.set()
+        wait_until(lambda: one.pool.counts().joined, "it has joined again", seconds=30)
 
 
 def test_a_program_that_cannot_be_run_costs_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +16,7 @@ from rose_core.identity import WeightVersion
 from rose_core.rollouts.engines.kv_store import PAGE_TOKENS, whole_pages
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
-from rose_dev.models import RECIPES, Recipe
+from rose_dev.models import RECIPES, Recipe, make_model
 from rose_dev.waiting import until
 from rose_engines.process.client import Generation, TurnClient
 from rose_engines.weights.control import ControlClient
@@ -41,12 +43,12 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 
 @contextmanager
-def storing(folder: Path, name: str, recipe: Recipe = TINY) -> Iterator[RealEngine]:
+def storing(folder: Path, name: str, model: Recipe | Path = TINY) -> Iterator[RealEngine]:
     """An engine at the first version; those of a test share the folder of keys."""
     place, store = folder / name, folder / "store"
     place.mkdir()
     store.mkdir(exist_ok=True)
-    with start_engine(place, recipe, SPEC, str(FIRST), kv_store=store) as engine:
+    with start_engine(place, model, SPEC, str(FIRST), kv_store=store) as engine:
         yield engine
 
 
@@ -178,6 +180,28 @@ async def test_other_weights_under_the_same_version_find_no_key(tmp_path: Path) 
         again, found = await ask(anew, ids, 20)
         assert (found, again.output_ids) == (0, alone.output_ids)
         assert others.output_ids != alone.output_ids
+
+
+def other_angles(folder: Path) -> Path:
+    """The same weights, to be computed with in another way."""
+    made = folder / "angles"
+    shutil.copytree(make_model(TINY), made)
+    config = json.loads((made / "config.json").read_text())
+    config["rope_theta"] = config.get("rope_theta", 10_000.0) * 8
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+async def test_the_same_weights_with_other_settings_find_no_key(tmp_path: Path) -> None:
+    """No digest of weights knows how a model turns positions into angles."""
+    ids, model = prompt(700, 5), other_angles(tmp_path)
+    with storing(tmp_path, "first") as first, storing(tmp_path, "angles-too", model) as other:
+        count = await kept(tmp_path, 0)
+        await ask(first, ids, 8)
+        count = await kept(tmp_path, count + len(ids) // PAGE_TOKENS)
+        _, found = await ask(other, ids, 8)
+        assert found == 0
+        assert await kept(tmp_path, count + len(ids) // PAGE_TOKENS) > count, "it keeps its own"
 
 
 async def test_an_engine_that_was_dormant_finds_its_keys_again(tmp_path: Path) -> None:
