@@ -95,6 +95,17 @@ def test_a_page_of_many_scenarios_tells_factors_apart_and_runs_that_made_nothing
     assert "in 0 of 6 cells" in streamed
 
 
+def test_a_page_says_what_is_computed_again_where_keys_are_kept_and_needs_no_other_regime() -> None:
+    setup = scenario(seeds=(1,), regimes=(Regime.FIXED, Regime.OURS_KEPT))
+    found = study(setup, MATERIAL, [0.5], lambda _one: None)
+    text = page("kept", "(x)", "Says.", (found,)).text
+    (row,) = [
+        line for line in text.split("in no earlier turn")[1].splitlines() if "`ours-kept` |" in line
+    ][:1]
+    assert float(row.split(" | ")[4]) > 0, "fetched"
+    assert row.endswith(" |  |"), "nothing to compare with"
+
+
 def test_a_page_says_which_kind_of_work_went_to_which_kind_of_engine() -> None:
     setup = scenario(seeds=(1,), regimes=(Regime.FIXED, Regime.OURS))
     found = study(setup, MATERIAL, [0.5], lambda _one: None)

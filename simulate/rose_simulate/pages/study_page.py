@@ -207,7 +207,8 @@ def _compared(
 ) -> Interval | None:
     """Paired by seed; None where there is nothing, or nothing was made, to compare."""
     pairs = [figure(one) for one in ours], [figure(one) for one in base]
-    return paired_ratio(*pairs) if min((*pairs[0], *pairs[1]), default=0.0) > 0 else None
+    made = all(pairs) and min((*pairs[0], *pairs[1])) > 0
+    return paired_ratio(*pairs) if made else None
 
 
 def _events(name: str, one: Result, made: StudyPage) -> None:
