@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,37 @@ async def test_an_engine_is_told_the_secret_and_its_counts_are_the_hosts(
             await keeping
         server.close()
     assert counted()["engines"] == before["engines"]
+
+
+async def test_an_engine_that_does_not_answer_is_not_asked_again_until_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_membership, "_LOOK_SECONDS", 0.01)
+    calls: list[Call] = []
+    goes_on = threading.Event()
+
+    def handle(call: Call) -> Answer:
+        calls.append(call)
+        goes_on.wait(60)
+        return PoolJoined(PoolCounts(joined=True))
+
+    server = ControlServer(tmp_path / "socket", handle)
+    server.start()
+    joined = counted()["joined_engines"]
+    keeping = asyncio.create_task(PoolMembership(tmp_path / "socket", "secret").keep())
+    try:
+        await until(lambda: bool(calls))
+        await asyncio.sleep(0.1)
+        assert len(calls) == 1
+        goes_on.set()
+        await until(lambda: counted()["joined_engines"] == joined + 1)
+    finally:
+        goes_on.set()
+        keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
+        server.close()
+    assert counted()["joined_engines"] == joined
 
 
 async def test_an_engine_that_knows_of_no_pool_is_asked_once(

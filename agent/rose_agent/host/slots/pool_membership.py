@@ -2,7 +2,8 @@
 
 The secret goes by the engine's control socket, which its own user and the host reach. In its
 environment every process of its would have it, for as long as each lives. The same call is repeated
-for its answer, so an engine that was frozen meanwhile is told when it goes on. Next step:
+for its answer, over one connection: a frozen engine answers when it goes on, and until then it is
+not asked again, since its socket takes few connections and others need them. Next step:
 ``rose_engines.kv.pool`` joins.
 """
 
@@ -21,7 +22,6 @@ from rose_engines.weights.control import ControlClient
 _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 5.0
-_ANSWER_SECONDS = 2.0  # a frozen engine gives none
 
 
 class PoolMembership:
@@ -42,8 +42,8 @@ class PoolMembership:
         try:
             while True:
                 try:
-                    self._count(await self._ask())
-                except (EngineUnavailable, TimeoutError) as error:
+                    await self._converse()
+                except EngineUnavailable as error:
                     _log.debug("%s: %s", self._socket, error)
                 except CommitRefused as refused:
                     _log.warning("%s joins no pool of keys: %s", self._socket, refused.message)
@@ -53,10 +53,11 @@ class PoolMembership:
             self._count_joined(joined=False)
             metrics.KV_POOL_ENGINES.dec()
 
-    async def _ask(self) -> PoolCounts:
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            async with await ControlClient.connect(self._socket) as engine:
-                return (await engine.join_pool(self._secret)).counts
+    async def _converse(self) -> None:
+        async with await ControlClient.connect(self._socket) as engine:
+            while True:
+                self._count((await engine.join_pool(self._secret)).counts)
+                await asyncio.sleep(_LOOK_SECONDS)
 
     def _count(self, found: PoolCounts) -> None:
         seen = self._seen
