@@ -222,9 +222,7 @@ def _owned_by_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
 def _fill_base(root: Path, needed: Iterable[importlib.metadata.Distribution]) -> None:
     _python(root)
     for distribution in needed:
-        for file in distribution.files or []:
-            if not _SKIPPED.intersection(file.parts) and ".." not in file.parts:
-                _copy(Path(str(distribution.locate_file(file))), root / _SITE / str(file))
+        _install(distribution, root / _SITE)
     for name in _PROGRAMS:
         if (program := shutil.which(name)) is not None:
             _copy(Path(program).resolve(), root / _PROGRAM_FOLDER / name)
@@ -246,6 +244,13 @@ def _fill_base(root: Path, needed: Iterable[importlib.metadata.Distribution]) ->
     for name in ("tmp", "proc", "sys", "dev", "run", "root", "var", "usr/bin"):
         (root / name).mkdir(parents=True, exist_ok=True)
     _compile(root / PREFIX)
+
+
+def _install(distribution: importlib.metadata.Distribution, site: Path) -> None:
+    """Copy its files, without its tests and without programs, which lie outside of the site."""
+    for file in distribution.files or []:
+        if not _SKIPPED.intersection(file.parts) and ".." not in file.parts:
+            _copy(Path(str(distribution.locate_file(file))), site / str(file))
 
 
 def _python(root: Path) -> None:

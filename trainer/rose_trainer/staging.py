@@ -174,9 +174,7 @@ class Snapshot:
         if missing:
             message = f"{len(missing)} tensors are missing, first {min(missing)}"
             raise BadState(message)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        _wait_for_copies(devices)
         for name, tensor in ties:
             if place_of(tensor) != places[self.layout.tied[name]]:
                 self._check_tie(name, tensor)
@@ -215,6 +213,13 @@ class Snapshot:
             )
             self._buffers[name] = buffer
         buffer.copy_(tensor.detach(), non_blocking=True)
+
+
+def _wait_for_copies(devices: Iterable[torch.device]) -> None:
+    """Copies from a GPU run beside us."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 def bits_of(buffer: torch.Tensor) -> Bits:
