@@ -35,6 +35,7 @@ from typing import Protocol, cast, runtime_checkable
 
 from rose_core.rollouts.capacity.router_size import MOST_CONNECTIONS
 from rose_router import metrics
+from rose_router.begun import BegunTask
 from rose_router.slow_senders import IncomingBody, Sender, SlowSenders, last_seconds
 from rose_router.tls_layer import TlsLayer
 from rose_wire import tls
@@ -501,7 +502,8 @@ class SilentConnections:
     def _dial(self, caller: socket.socket, door: LimitedConnection) -> None:
         """Give it a transport."""
         door.sender = Sender(caller, encrypted=self._context is not None)
-        task = self._loop.create_task(self._shake_hands(caller, door))
+        begun = BegunTask(self._loop, self._shake_hands(caller, door))
+        task = begun.task
         door.hang_up = task.cancel
         self._dialled.add(task)
 
@@ -512,6 +514,7 @@ class SilentConnections:
                 self._doors.leave(door)
 
         task.add_done_callback(over)
+        begun.begin()
 
     async def _shake_hands(self, caller: socket.socket, door: LimitedConnection) -> None:
         with contextlib.suppress(OSError):  # no TLS, hung up, took too long

@@ -268,3 +268,30 @@ class TlsLayer(asyncio.Protocol):
         if name == "peercert":
             return self._tls.getpeercert()
         return default if self._transport is None else self._transport.get_extra_info(name, default)
+
+
+def plain_socket(transport: asyncio.BaseTransport | None) -> int:
+    """Descriptor of a transport's socket; -1 where what is written must be encrypted first."""
+    if transport is None or transport.get_extra_info("sslcontext") is not None:
+        return -1
+    other = transport.get_extra_info("socket")
+    return -1 if other is None else int(other.fileno())
+
+
+def write_at_once(transport: asyncio.Transport | TlsLayer, socket: int, data: bytes) -> None:
+    """Write now to a side that has taken all before.
+
+    uvloop keeps what it is given until everything that has come is read: a request or an event
+    would wait for all events of the batch beside it to be dealt with.
+    """
+    if isinstance(transport, TlsLayer):
+        transport.write_now(data)
+        return
+    if socket >= 0:
+        try:
+            taken = os.write(socket, data)
+        except OSError:
+            taken = 0  # its buffer is full, or it is gone: its transport finds out which
+        data = data[taken:]
+    if data:
+        transport.write(data)

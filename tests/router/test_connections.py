@@ -30,6 +30,7 @@ from rose_wire.certificates import fingerprint, make_own
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
+PLACE: Place = ("127.0.0.1", 1, False, ())
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
@@ -110,6 +111,38 @@ async def test_an_answer_that_comes_before_the_request_is_whole_is_seen(
     async with engine(early) as (_, connections, place), asyncio.timeout(30):
         connection = await connections.ask(place, head, take, pieces)
         assert connection.status == status
+
+
+class Unsent(asyncio.Transport):
+    """Has not sent all yet that it was given."""
+
+    def __init__(self, end: socket.socket, unsent: int) -> None:
+        super().__init__({"socket": end})
+        self._unsent, self.given = unsent, b""
+
+    def get_write_buffer_size(self) -> int:
+        return self._unsent
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.given += data
+
+
+@pytest.mark.parametrize("unsent", [0, 5])
+async def test_a_request_goes_out_at_once_but_never_before_what_was_not_sent_yet(
+    unsent: int,
+) -> None:
+    """A long request may have been answered before it was taken whole."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection, transport = Connection(Connections(), PLACE), Unsent(ours, unsent)
+        connection.connection_made(transport)
+        connection.ask(b"POST")
+        theirs.setblocking(False)
+        if unsent:
+            assert transport.given == b"POST"
+        else:
+            assert theirs.recv(9) == b"POST"
+            assert not transport.given
 
 
 async def test_an_engine_that_will_close_is_not_asked_again() -> None:

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from rose_dev.waiting import until
-from rose_router import metrics
+from rose_router import metrics, tls_layer
 from rose_router.engines.fleet import Signal
 from rose_router.http.replies import parts, streaming
 from rose_router.listener import ConnectionLimits
@@ -144,7 +144,7 @@ async def test_events_are_written_at_once_and_whole_where_a_socket_takes_a_part_
             raise BlockingIOError
         return os.write(socket, data[: len(data) // (len(written) % 3)])
 
-    monkeypatch.setattr(streaming, "os", SimpleNamespace(write=write))
+    monkeypatch.setattr(tls_layer, "os", SimpleNamespace(write=write))
     async with stage() as s:
         await s.engine(token_seconds=0.005)
         body = {"input_ids": [1], "stream": True, "sampling_params": {"max_new_tokens": 12}}
@@ -195,7 +195,7 @@ async def test_a_caller_by_tls_is_written_to_by_its_transport() -> None:
     plain, tls = Mock(), Mock()
     plain.get_extra_info = {"socket": Mock(fileno=lambda: 7)}.get
     tls.get_extra_info = {"socket": Mock(fileno=lambda: 7), "sslcontext": object()}.get
-    assert [streaming._plain_socket(one) for one in (plain, tls, None)] == [7, -1, -1]
+    assert [tls_layer.plain_socket(one) for one in (plain, tls, None)] == [7, -1, -1]
 
 
 async def streaming_caller(s: Stage) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -177,6 +177,26 @@ async def test_the_first_request_is_not_kept_waiting_for_aiohttps_task() -> None
         connection.connection_lost(None)
 
 
+async def test_who_asks_again_at_once_is_not_kept_waiting_for_aiohttps_task() -> None:
+    """It has not come to wait yet when a caller has its first answer and asks for the next."""
+    async with serving(Server()) as server:
+        assert server.make is not None
+        connection, written = server.make(), Written()
+        connection.connection_made(written)
+        connection.data_received(request(b"one"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        server.hold.set()
+        for number, name in enumerate((b"one", b"two", b"three")):
+            while not written.bytes.endswith(name + b" /turn"):  # noqa: ASYNC110  # each step
+                await asyncio.sleep(0)
+            assert server.whole == [True] * (number + 1)
+            connection.data_received(request((b"two", b"three", b"four")[number]))
+        await until(lambda: written.bytes.endswith(b"four /turn"))
+        assert server.whole == [True] * 4
+        connection.connection_lost(None)
+
+
 async def test_a_caller_that_goes_before_aiohttps_task_has_begun_leaves_nothing() -> None:
     async with serving(Server()) as server:
         assert server.make is not None

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from rose_router.errors import Unreachable
-from rose_router.tls_layer import TlsLayer
+from rose_router.tls_layer import TlsLayer, plain_socket, write_at_once
 
 # Idle connections end before SGLang's own server closes them (5 s).
 IDLE_SECONDS = 2.0
@@ -98,6 +98,7 @@ class Connection(asyncio.Protocol):
         self.silent = True
         self.asked_at = 0.0
         self._gone = False
+        self._socket = -1
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._chunks: list[bytes] = []
@@ -119,8 +120,12 @@ class Connection(asyncio.Protocol):
         self.asked_at = self._loop.time()
         self._chunks.clear()
         self._size = 0
-        if self._transport is not None:
-            self._transport.write(request)
+        transport, socket = self._transport, self._socket
+        if transport is not None:
+            # Past the transport, which would wait for all that has come beside the request.
+            if socket >= 0 and transport.get_write_buffer_size():
+                socket = -1  # an earlier one was answered before it was taken whole
+            write_at_once(transport, socket, request)
 
     def go_on(self, piece: bytes) -> None:
         """Send a further piece of the request."""
@@ -279,6 +284,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It stands."""
         self._transport = cast("asyncio.Transport", transport)
+        self._socket = plain_socket(transport)
         self._pool.open.add(self)
         if self.place[3]:
             _probe(transport.get_extra_info("socket"))

@@ -15,7 +15,7 @@ chain. Everything is read by the same parser and answered by the same handlers.
 
 | this connection is | its task of aiohttp | left by |
 |---|---|---|
-| new | is about to wait | a request: answering, or busy |
+| new, or its first answer was just given | is about to wait | a request: answering, or busy |
 | idle | waits | a request: answering, or busy |
 | answering a whole request | waits | the answer: idle; busy where others have come; over |
 | busy | answers | the answer: idle, over |
@@ -119,7 +119,7 @@ class WholeRequestHandler(web.RequestHandler):
             comes beside an answer something may be missing.
     """
 
-    __slots__ = ("_answering", "_began", "_routes", "answers_whole")
+    __slots__ = ("_answering", "_routes", "_waits", "answers_whole")
 
     def __init__(
         self,
@@ -130,21 +130,21 @@ class WholeRequestHandler(web.RequestHandler):
         super().__init__(manager, **settings)
         self._routes = routes
         self._answering: asyncio.Task[None] | None = None
-        self._began = False
+        self._waits = False
         self.answers_whole = False
 
     async def start(self) -> None:
-        """Wait for requests, once the connection's first is answered: aiohttp's task."""
-        self._began = True
-        if self._answering is not None:
+        """Wait for requests, once those are answered that came before: aiohttp's task."""
+        while self._answering is not None:
             await asyncio.wait({self._answering})
+        self._waits = True  # for aiohttp waits in this step
         if self._manager is not None:  # else the caller has gone meanwhile
             await super().start()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of the caller."""
         waiter, self.answers_whole = self._waiter, False
-        if not self._began and self._answering is None:  # its first bytes, before aiohttp's task
+        if not self._waits and self._answering is None:  # before aiohttp's task has come to wait
             super().data_received(data)
             self.answers_whole = bool(self._messages) and self._answer_whole()
             return

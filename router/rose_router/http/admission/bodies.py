@@ -94,12 +94,14 @@ def known_length(request: web.Request) -> int | None:
 
 
 def _came_with_head(request: web.Request) -> bytes | None:
-    """A body that is all here and may be decoded at once; ``None`` where it is not.
+    """Of a body that is all here, what may be decoded at once; ``None`` where it may not.
 
     aiohttp's own way to it goes through a loop, a copy and two coroutines.
     """
-    length = known_length(request)
-    if length is None or length > LONG_BODY or length > request.client_max_size:
+    if hdrs.CONTENT_ENCODING in request.headers:
+        return None
+    length = request.content.total_bytes
+    if length > LONG_BODY or length > request.client_max_size:
         return None
     whole = request[_ARRIVED] = request.content.read_nowait()
     return whole

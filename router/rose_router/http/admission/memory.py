@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import resource
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -87,10 +88,17 @@ def limit_of_process() -> int:
     return min((one for one in found if 0 < one < _UNLIMITED), default=DEFAULT_BYTES)
 
 
+_STATM = Path("/proc/self/statm")
+_PAGE = resource.getpagesize()
+
+
 def resident_bytes() -> int:
-    """What this process holds now."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize()
+    """What this process holds now; asked ten times a second, in a request."""
+    statm = os.open(_STATM, os.O_RDONLY)  # a file of Python's costs five times that
+    try:
+        return int(os.read(statm, 256).split()[1]) * _PAGE
+    finally:
+        os.close(statm)
 
 
 class MemoryLimiter:

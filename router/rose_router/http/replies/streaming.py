@@ -13,7 +13,6 @@ Next step: the events come from ``routes.turns`` and the modules named ``..._rep
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 
 from rose_router.http.replies.bare_reply import BareReply
-from rose_router.tls_layer import TlsLayer
+from rose_router.tls_layer import plain_socket, write_at_once
 from rose_router.turns.turn import Turn
 
 # What a turn has to say, in a caller's dialect: what is new at every ``next``, and its last events
@@ -137,7 +136,7 @@ class Stream:
         self._events = events
         self._framing = framing
         self._reply = _EventReply(request)
-        self._socket = _plain_socket(request.transport)
+        self._socket = plain_socket(request.transport)
 
     async def wait_begun(self) -> bool:
         """Wait until there is something to say, and say it if nothing must be waited for.
@@ -199,7 +198,7 @@ class Stream:
             return False
         if turn.is_over:
             if reply.open:
-                _write_at_once(transport, self._socket, self._end())
+                write_at_once(transport, self._socket, self._end())
             return False  # its task has to end
         if not turn.first_token_at:
             return False
@@ -207,7 +206,7 @@ class Stream:
             reply.answer(self._request)
         line = self._framing.lines(next(self._events))
         if line or not reply.open:  # an empty chunk would end the reply
-            _write_at_once(transport, self._socket, reply.framed(line))
+            write_at_once(transport, self._socket, reply.framed(line))
         return True
 
     async def _send(self, data: bytes) -> None:
@@ -269,30 +268,3 @@ class MergedStream:
     async def _write(self, line: bytes) -> None:
         async with self._turn_to_write:
             await self._response.write(line)
-
-
-def _plain_socket(transport: asyncio.BaseTransport | None) -> int:
-    """Descriptor of a caller's socket; -1 where what is written must be encrypted first."""
-    if transport is None or transport.get_extra_info("sslcontext") is not None:
-        return -1
-    caller = transport.get_extra_info("socket")
-    return -1 if caller is None else int(caller.fileno())
-
-
-def _write_at_once(transport: asyncio.Transport | TlsLayer, socket: int, data: bytes) -> None:
-    """Write now to a caller that has taken all before.
-
-    uvloop keeps what it is given until everything that has come is read: an event would wait for
-    all the others of its batch to be dealt with.
-    """
-    if isinstance(transport, TlsLayer):
-        transport.write_now(data)
-        return
-    if socket >= 0:
-        try:
-            taken = os.write(socket, data)
-        except OSError:
-            taken = 0  # its buffer is full, or it is gone: its transport finds out which
-        data = data[taken:]
-    if data:
-        transport.write(data)
