@@ -80,13 +80,14 @@ test: venv  ## everything that CI runs
 	$(MAKE) --no-print-directory -j 2 tap release-parts
 	@rm -f $(RETRIED)
 	status=0; $(CONTAINED) --limit 3600 $(MAKE) --no-print-directory -j 3 -k AGAIN='$(AGAIN)' \
-		test-node check unit test-engines test-sandboxes test-api || status=$$?; \
+		test-node unit check test-api test-sandboxes test-engines || status=$$?; \
 	if [ -s $(RETRIED) ]; then echo "[lane] tried twice:"; cat $(RETRIED); else echo "[lane] nothing was tried twice"; fi; exit $$status
 	$(MAKE) --no-print-directory fuzz ARGS="--seconds 3"  # last: it installs into the environment that the lanes run in
 
 # A queue of lanes, three at once: whoever is done takes the next, so no core waits for a chain that is longer than the other.
-# First what takes longest. Nodes and sandboxes wait most of their time, and have what computes beside them; pods come
-# first on the cores, and so are ready within their limits (decision 0868). A lane that fails keeps no other from its end.
+# What waits most of its time (nodes, API servers, sandboxes) comes before the engines, so that what computes is beside it,
+# and the last lane has work for all cores. Pods come first on the cores, and so are ready within their limits (decision
+# 0868). A lane that fails keeps no other from its end.
 
 # Two workers, whose engines are forked from one process that has imported SGLang: one alone uses about one core.
 # Who is done first may wait for the other (watchdog_end).
