@@ -1,5 +1,7 @@
 """Keys that outlive the engine that made them: what is fetched, and what is computed again."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ from rose_simulate.model.gpus.batch import BatchEngine, Sequence
 from rose_simulate.model.gpus.kept import KeptKeys
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.run import run
-from rose_simulate.model.scenarios.costs import costs
+from rose_simulate.model.scenarios.costs import MODELS, costs, pairs
 from rose_simulate.model.scenarios.scenario import Regime
 from tests.simulate.worlds import MATERIAL, scenario
 
@@ -191,3 +193,28 @@ def test_an_h100_pulls_an_8bs_keys_by_a_link_of_its_own_and_not_over_tcp() -> No
         pages, size = tokens // PAGE_TOKENS, TOKEN_BYTES * PAGE_TOKENS
         assert patience(pages, took, size / TCP) == 0
         assert (patience(pages, took, size / (100e9 / 8)) > 0) == (tokens > 1000)
+
+
+PAGE_OF_ENGINES = Path(__file__).parents[2] / "docs" / "engines.md"
+WORTH = [
+    [cell.strip().removeprefix("above ").removesuffix(" Gb/s") for cell in line.split("|")[1:-1]]
+    for line in PAGE_OF_ENGINES.read_text().splitlines()
+    if line.startswith("| Qwen")
+]
+
+
+@pytest.mark.parametrize("row", WORTH, ids=lambda row: str(row[0]))
+def test_the_page_says_from_which_rate_on_a_models_keys_are_pulled(row: list[str]) -> None:
+    cost = costs("H100", row[0], 0.5, attention=True)
+    assert row[1] == f"{cost.fit.kv_bytes_per_token >> 10} KiB"
+    made = cost.fit.kv_bytes_per_token * cost.fit.prefill_tokens_per_s
+    assert float(row[2]) == pytest.approx(made * 8 / 1e9, abs=0.5)
+    for tokens, gigabits in zip((4000, 16_000, 32_000), map(float, row[3:]), strict=True):
+        took = cost.prefill(tokens, pairs(tokens)) / tokens
+
+        def waits(rate: float, tokens: int = tokens, took: float = took) -> float:
+            page = cost.fit.kv_bytes_per_token * PAGE_TOKENS
+            return patience(tokens // PAGE_TOKENS, took, page / (rate * 1e9 / 8))
+
+        assert waits(gigabits + 0.6) > 0 == waits(gigabits - 0.6)
+    assert {one[0] for one in WORTH} == set(MODELS)
