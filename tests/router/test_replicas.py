@@ -34,6 +34,7 @@ from rose_router.engines import attach
 from rose_router.engines.fleet import Fleet
 from rose_router.errors import BadRequest
 from rose_router.http import forward
+from rose_router.http.admission import bodies
 from rose_router.http.forward import FORWARDED
 from rose_router.replicas import peers, relay
 from rose_router.replicas.peers import Peer
@@ -139,6 +140,30 @@ async def test_a_trajectory_has_one_home_wherever_its_turns_arrive(
         assert one.router.service.ledger.totals.turns == 0
         async with one.post("/trajectories", {"trained": [key_of("two"), "?"]}) as reply:
             assert await reply.json() == {"unknown": ["?"]}
+
+
+async def test_a_long_prompt_is_decoded_by_its_home_alone(
+    pair: Callable[[], AbstractAsyncContextManager[list[Stage]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, in_slices = list[int](), bodies._in_slices
+
+    async def noted(*given: Any) -> Any:  # noqa: ANN401  # its own
+        body = await in_slices(*given)
+        assert body is not None
+        read.append(len(body["input_ids"]))
+        return body
+
+    monkeypatch.setattr(bodies, "_in_slices", noted)
+    ids = list(range(100_000, 180_000))
+    async with pair() as (one, two):
+        engine = await one.engine("e", cap=5)
+        await known(two, "e", 2)
+        for name in NAMES:
+            answer = await generate(one, input_ids=ids, session_id=key_of(name))
+            assert answer["meta_info"]["prompt_tokens"] == len(ids)
+        assert two.router.service.ledger.totals.turns == 1
+        assert engine.scheduler.counters.prompt_tokens == 2 * len(ids)
+    assert read == [len(ids)] * 2
 
 
 async def test_a_long_report_is_read_by_every_replica(

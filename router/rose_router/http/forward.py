@@ -31,7 +31,7 @@ from multidict import CIMultiDict
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.unreadable import UNREADABLE
 from rose_router.errors import NotFound, draining
-from rose_router.http.admission.bodies import raw_body, read_body
+from rose_router.http.admission.bodies import raw_body, read_around_numbers
 from rose_router.http.dialects.common import Hints
 from rose_router.http.routes import virtual
 from rose_router.http.routes.branches import FOR_PEERS
@@ -102,7 +102,7 @@ async def _at_home(
     request: web.Request, peers: Peers, session: aiohttp.ClientSession
 ) -> web.StreamResponse | None:
     """The answer of the turn's home; ``None`` when that is here."""
-    key = _key(await read_body(request), request.headers)  # empty: here
+    key = _key(await read_around_numbers(request), request.headers)  # empty: here
     for _ in peers.others:  # whoever is lost over it is the home no more
         peer = peers.home(key)
         if peer is None:

@@ -225,6 +225,19 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     return await large.holds.hold(partial(json_object, raw))
 
 
+async def read_around_numbers(request: web.Request) -> dict[str, Any]:
+    """The same with a long list of numbers left empty, for whoever looks at the rest alone.
+
+    Raises:
+        BadRequest: it is no JSON object, as far as that is looked at.
+        TooLarge, SlowCaller: as ``read_body``.
+    """
+    raw = await raw_body(request)
+    found = request[_SHAPE].numbers if len(raw) > LONG_BODY else None
+    body = await _without(raw, found, request.app[LARGE_BODIES]) if found is not None else None
+    return await read_body(request) if body is None else body
+
+
 class LargeBodies:
     """The shares of the event loop that bodies above ``LONG_BODY`` have: they come for free.
 
@@ -393,22 +406,27 @@ def _only_numbers(part: bytes) -> bool:
     return not part.translate(None, b"0123456789, \t\r\n.-+eE")
 
 
+async def _without(raw: bytes, found: LongNumbers, large: LargeBodies) -> dict[str, Any] | None:
+    """A body whose one long list of numbers is empty; ``None`` for anything unusual."""
+    rest, hold = raw[: found.begin] + raw[found.end :], large.holds.hold
+    reading = partial(json_object, rest)
+    try:
+        body = reading() if len(rest) <= LONG_BODY else await hold(reading)
+    except BadRequest:
+        return None
+    if body.get(found.name) != [] or rest.count(b'"%b"' % found.name.encode()) != 1:
+        return None
+    return body
+
+
 async def _in_slices(raw: bytes, found: LongNumbers, large: LargeBodies) -> dict[str, Any] | None:
     """A body with one long list of numbers, decoded a slice at a time.
 
     ``None`` for anything unusual, which is left to ``json_object``.
     """
+    if (body := await _without(raw, found, large)) is None:
+        return None
     place, end = found.begin, found.end
-    rest = raw[:place] + raw[end:]
-    hold = large.holds.hold
-    try:
-        body = (
-            json_object(rest) if len(rest) <= LONG_BODY else await hold(partial(json_object, rest))
-        )
-    except BadRequest:
-        return None
-    if body.get(found.name) != [] or rest.count(b'"%b"' % found.name.encode()) != 1:
-        return None
     numbers = list[int | float]()
     try:
         while place < end:
