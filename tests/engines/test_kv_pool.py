@@ -402,6 +402,16 @@ def test_what_pulls_take_is_learned_from_pages_that_are_read_back(tmp_path: Path
         assert counts.pull_seconds > 0
 
 
+def test_a_pool_that_is_well_again_is_believed_at_the_first_measure(tmp_path: Path) -> None:
+    slow = 100.0
+    with asked(tmp_path, seconds_per_page=slow) as one:
+        assert one.pull() == 0
+        one.pool._measured = None
+        one.pool.push("p0")
+        wait_until(lambda: one.pool._pace.seconds_each < slow / 10, "it is measured", seconds=30)
+        assert one.count() == 64
+
+
 def test_a_pull_that_nobody_waited_for_says_that_pulls_are_slow(tmp_path: Path) -> None:
     with asked(tmp_path, waits={"pull": FOR_EVER}, seconds_per_token=0.5 / 64 / 16) as one:
         before = one.pool._pace.seconds_each

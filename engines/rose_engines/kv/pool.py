@@ -68,6 +68,7 @@ WRITTEN_AT_ONCE = 2
 
 _PUSH_SECONDS = 5.0  # nobody waits for it but the next page
 _IDLE_SECONDS = 1.0
+_QUICKER = 4.0
 _SLICE_SECONDS = 0.02
 _END_SECONDS = 5.0
 
@@ -315,6 +316,8 @@ class KvPool:
             return
         if not self._pace.seconds_each:
             log.info("rose: %s", self._comparison(seconds / pages))
+        if self._pace.seconds_each > _QUICKER * seconds / pages:
+            self._pace = RecentPace()  # no accident is as quick: what was slow is so no more
         self._pace.note(seconds, pages)
         self._measured = time.monotonic()
 
