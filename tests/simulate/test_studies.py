@@ -104,6 +104,7 @@ def test_a_page_says_what_is_computed_again_where_keys_are_kept_and_needs_no_oth
     ][:1]
     assert float(row.split(" | ")[4]) > 0, "fetched"
     assert row.endswith(" |  |"), "nothing to compare with"
+    assert "in no earlier turn" in page("capacity", "(x)", "Says.", (found,)).text
 
 
 def test_a_page_says_which_kind_of_work_went_to_which_kind_of_engine() -> None:

@@ -32,7 +32,6 @@ _ACROSS = frozenset({"agents", "attention", "eager", "freshness", "tail", "mps"}
 _KINDS = frozenset({"mixed"})  # studies in which dedicated and borrowed devices differ
 _BRIEF = frozenset({"rewards"})  # studies of many scenarios, of which two tables say it all
 _STREAMS = "-streams"  # how a scenario ends that differs from another one in that alone
-_KEYS = frozenset({"kept"})  # studies of how much is prefilled again
 _SHARED = frozenset({"supply"})  # studies of who gets what is lent
 _GATES = frozenset({"attribution"})  # studies that compare at equal harm to serving
 _ORDER = ("fixed", "rose-paper", "rose-paper-dedicated", "ours")
@@ -225,7 +224,8 @@ def _events(name: str, one: Result, made: StudyPage) -> None:
     made.text += _recovered(one) + _nodes(one)
     made.text += _affinity(one) if name in _KINDS else ""
     made.text += _same_gate(one) if name in _GATES else ""
-    made.text += _refilled(one) if name in _KEYS else ""
+    keeps = any(row.regime == Regime.OURS_KEPT for row in one.rows)
+    made.text += _refilled(one) if keeps else ""
     made.text += _by_job(one) if name in _SHARED else ""
     made.text += _sensitivity(one)
     bars = [
