@@ -50,6 +50,9 @@ _LEAST_LOOK_SECONDS = 0.001
 # Deaths by SIGKILL are nobody's fault as a rule and use up no try. What does kill its workers, or
 # has the kernel kill them for its memory, shall not do so for ever.
 _MOST_KILLED = 5
+# Of a body whose cases are read at once, some 10 ms of work at most; longer ones would hold up all
+# others, and are read in a thread.
+_SHORT_BYTES = 8 << 10
 
 
 class Pool(Protocol):
@@ -178,6 +181,14 @@ class _Verification:
 
 
 def _cases(reward: Reward) -> tuple[Case, ...]:
+    """Of a reward that a program earns.
+
+    Raises:
+        BadReward: it has no program, or what is expected is no form of cases.
+    """
+    if not isinstance(reward.answer, str):
+        message = f"answer is {type(reward.answer).__name__}; send the text that has the program"
+        raise BadReward(message)
     try:
         return read_cases(reward.expected)
     except BadCases as error:
@@ -228,6 +239,7 @@ class Gateway:
     _arrivals: int = 0
     _tries: int = 0
     _closed: bool = False
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # one long body at a time
     _unwritten: list[tuple[KnownResult, asyncio.Future[None]]] = field(default_factory=list)
     _writing: asyncio.Task[None] | None = None
     # By the functions' team: what one team sends must not decide how many workers another has.
@@ -323,7 +335,8 @@ class Gateway:
 
         Raises:
             BadReward: there is no such function for this team, the trajectory was asked with
-                another body, or what a program is expected to do is no form of cases.
+                another body, or what a program is expected to do is no form of cases, or its
+                answer no text.
             Busy: too many wait, or it is closed.
         """
         self._check(reward, team)
@@ -331,15 +344,46 @@ class Gateway:
         # Who asks again has less time left; ``keep`` says when, and journals are older than it.
         same = msgspec.structs.asdict(reward) | {"deadline_seconds": None}
         del same["keep"]
-        digest = hashlib.sha256(msgspec.json.encode(same)).digest()
-        known = self._known.get(key)
-        if known is not None and known.digest != digest:
-            message = f"trajectory {reward.trajectory!r} was sent before with another content"
-            raise BadReward(message)
+        body = msgspec.json.encode(same)
+        digest = hashlib.sha256(body).digest()
+        known = self._recall(key, digest)
         if known is None:
-            known = self._admit(key, reward, digest)
+            cases = await self._read(reward, len(body))
+            # Meanwhile it may have been sent once more.
+            known = self._recall(key, digest) or self._admit(key, reward, digest, cases)
         # Shielded: a caller that goes away must not take the result from one that asks again.
         return await asyncio.shield(known.result)
+
+    def _recall(self, key: tuple[str, str], digest: bytes) -> _Known | None:
+        known = self._known.get(key)
+        if known is not None and known.digest != digest:
+            message = f"trajectory {key[1]!r} was sent before with another content"
+            raise BadReward(message)
+        return known
+
+    async def _read(self, reward: Reward, size: int) -> tuple[Case, ...]:
+        """The cases of a program; none of another function.
+
+        Args:
+            reward: is taken, if there is room.
+            size: of its body, in bytes.
+        """
+        self._check_room()
+        if self.functions[reward.function].sandbox is None:
+            return ()
+        if size <= _SHORT_BYTES:
+            return _cases(reward)
+        async with self._reading:
+            return await asyncio.to_thread(_cases, reward)
+
+    def _check_room(self) -> None:
+        if self._closed:
+            message = "this gateway is stopping"
+            raise Busy(message)
+        running = self._verifying.total() + self._boxes.total()
+        if self.queue - running >= self.queue_limit:
+            message = f"{self.queue_limit} rewards wait already"
+            raise Busy(message)
 
     def _check(self, reward: Reward, team: str) -> None:
         function = self.functions.get(reward.function)
@@ -357,16 +401,11 @@ class Gateway:
             )
             raise BadReward(message)
 
-    def _admit(self, key: tuple[str, str], reward: Reward, digest: bytes) -> _Known:
-        if self._closed:
-            message = "this gateway is stopping"
-            raise Busy(message)
-        running = self._verifying.total() + self._boxes.total()
-        if self.queue - running >= self.queue_limit:
-            message = f"{self.queue_limit} rewards wait already"
-            raise Busy(message)
+    def _admit(
+        self, key: tuple[str, str], reward: Reward, digest: bytes, cases: tuple[Case, ...]
+    ) -> _Known:
+        self._check_room()
         function = self.functions[reward.function]
-        cases = _cases(reward) if function.sandbox is not None else ()
         known = self._known[key] = _Known(digest, asyncio.get_running_loop().create_future())
         while len(self._known) > REMEMBERED and next(iter(self._known.values())).result.done():
             self._known.popitem(last=False)
@@ -569,7 +608,8 @@ class Gateway:
             metrics.SECONDS.labels(name).observe(result.seconds)
             if result.correct:
                 metrics.CORRECT.labels(name).inc()
-                self.limits.learn(name, one.task, result.seconds)
+                if self.functions[name].takes_worker:  # of the others nobody asks
+                    self.limits.learn(name, one.task, result.seconds)
         known.result.set_result(result)
         metrics.QUEUE.set(self.queue - 1)  # this one's task ends after it
 
@@ -640,9 +680,10 @@ class Gateway:
     async def _ran(self, function: RewardFunction, one: _Waiting) -> Result:
         if not one.cases:
             return Masked("NoVerdict: the program has no case", 0.0)
-        answer = str(one.reward.answer)
         try:
-            return await sandboxes.verdict(function, self.session, answer, one.cases, self.clock)
+            return await sandboxes.verdict(
+                function, self.session, one.reward.answer, one.cases, self.clock
+            )
         except WorkerEnded as error:
             return Lost(f"SandboxFailed: {error}")
 

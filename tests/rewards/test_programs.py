@@ -11,6 +11,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from rose_core.rewards.cases import Case, read_cases
 from rose_core.rewards.results import Lost, Masked, Result, Scored
-from rose_rewards.errors import BadFunctions
+from rose_rewards.errors import BadFunctions, BadReward
 from rose_rewards.functions import RewardFunction, read
 from rose_rewards.gateway import Gateway, Reward
 from rose_rewards.main import running
@@ -368,6 +370,40 @@ async def test_what_is_no_form_of_cases_is_400_and_no_cases_are_no_verdict(
     assert isinstance(result, Masked)
     assert result.reason.startswith("NoVerdict")
     assert runtime.ran == []
+
+
+async def test_an_answer_that_is_no_text_is_400(
+    tmp_path: Path, host: ProgramHost, runtime: PlayedRuntime
+) -> None:
+    async with gateway_of(tmp_path, {"programs": host.listed()}) as gateway:
+        for answer in (None, 7, ["doubles"]):
+            with pytest.raises(BadReward, match="send the text that has the program"):
+                await gateway.score(reward(answer))  # type: ignore[arg-type]
+    assert runtime.ran == []
+
+
+async def test_long_bodies_are_read_beside_the_loop_and_what_is_sent_twice_runs_once(
+    tmp_path: Path, host: ProgramHost, runtime: PlayedRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = []
+
+    def noted(expected: object) -> tuple[Case, ...]:
+        where.append(threading.current_thread() is threading.main_thread())
+        return read_cases(expected)
+
+    monkeypatch.setattr("rose_rewards.gateway.read_cases", noted)
+    long = {"inputs": ["1".rjust(10_000)], "outputs": ["2"]}
+    async with gateway_of(tmp_path, {"programs": host.listed()}) as gateway:
+        short = await gateway.score(reward("doubles"))
+        first, second = await asyncio.gather(
+            *(gateway.score(reward("doubles", "l", expected=long)) for _ in range(2))
+        )
+    assert where == [True, False, False]
+    assert first is second
+    assert isinstance(first, Scored)
+    assert isinstance(short, Scored)
+    assert first.correct
+    assert runtime.ran.count(("doubles", 0)) == 2
 
 
 async def test_a_reason_is_the_same_after_a_restart(
