@@ -239,7 +239,10 @@ class Gateway:
     _arrivals: int = 0
     _tries: int = 0
     _closed: bool = False
-    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)  # one long body at a time
+    # By the caller's team, of which one long body is read at a time.
+    _reading: defaultdict[str, asyncio.Lock] = field(
+        default_factory=lambda: defaultdict(asyncio.Lock)
+    )
     _unwritten: list[tuple[KnownResult, asyncio.Future[None]]] = field(default_factory=list)
     _writing: asyncio.Task[None] | None = None
     # By the functions' team: what one team sends must not decide how many workers another has.
@@ -348,7 +351,7 @@ class Gateway:
         digest = hashlib.sha256(body).digest()
         known = self._recall(key, digest)
         if known is None:
-            cases = await self._read(reward, len(body))
+            cases = await self._read(reward, team, len(body))
             # Meanwhile it may have been sent once more.
             known = self._recall(key, digest) or self._admit(key, reward, digest, cases)
         # Shielded: a caller that goes away must not take the result from one that asks again.
@@ -361,11 +364,12 @@ class Gateway:
             raise BadReward(message)
         return known
 
-    async def _read(self, reward: Reward, size: int) -> tuple[Case, ...]:
+    async def _read(self, reward: Reward, team: str, size: int) -> tuple[Case, ...]:
         """The cases of a program; none of another function.
 
         Args:
             reward: is taken, if there is room.
+            team: of its caller.
             size: of its body, in bytes.
         """
         self._check_room()
@@ -373,7 +377,7 @@ class Gateway:
             return ()
         if size <= _SHORT_BYTES:
             return _cases(reward)
-        async with self._reading:
+        async with self._reading[team]:
             return await asyncio.to_thread(_cases, reward)
 
     def _check_room(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import tracemalloc
+from fractions import Fraction
 
 import pytest
 
@@ -31,6 +32,11 @@ def test_the_forms_of_data_sets_give_the_same_cases() -> None:
     for expected in (columns, json.dumps(columns), entries, json.dumps(entries)):
         assert read_cases(expected) == wanted
     assert read_cases(None) == read_cases([]) == read_cases({"inputs": [], "outputs": []}) == ()
+
+
+def test_a_line_of_json_ends_at_a_line_feed_alone() -> None:
+    entries = [{"input": '"a\u2028b"\r\n2', "output": '"\x85"', "fn_name": "f"}]
+    assert read_cases(entries) == (CallCase("f", ("a\u2028b", 2), "\x85"),)
 
 
 def test_calls_have_arguments_as_lists_or_as_lines_of_json() -> None:
@@ -68,6 +74,15 @@ def test_asserts_are_a_list_or_lines() -> None:
         (["assert f() == " + "[" * 3000 + "]" * 3000], "it cannot be read"),
         (["assert " + "x" * 100_001], "has over 100000 characters"),
         ([{"input": "", "output": ""}] * 1001, "1001 cases; 1000 at most"),
+        ([{"input": "a\ud800", "output": ""}], "input 1 has half a character at 1, '\\ud800'"),
+        ('{"inputs": ["a"], "outputs": [["\\ud800"]]}', "output 1 has half a character at 0"),
+        ([{"input": "", "output": ""}, "assert f() == 1"], "case 2 is an assert and case 1 is an"),
+        (
+            [{"input": "1", "output": "1"}, {"input": [1], "output": 1, "fn_name": "f"}],
+            "case 2 is a call by fn_name and case 1 is an input and output; send cases of one kind",
+        ),
+        ('{"inputs": [[1]], "outputs": [%s], "fn_name": "f"}' % ("9" * 5000), "limit (4300"),
+        (["assert f() == " + "9" * 5000], "it cannot be read"),
     ],
 )
 def test_what_is_no_form_of_cases_is_named(expected: object, problem: str) -> None:
@@ -93,11 +108,40 @@ def test_too_many_cases_are_refused_before_any_is_read(
         read_cases(expected)
 
 
-def test_the_program_is_the_last_fenced_block_or_all_of_the_answer() -> None:
-    assert program_of("print(1)") == "print(1)"
-    assert program_of("a\n```\nx\n```\nb\n```python\nprint(1)\n```\nend") == "print(1)\n"
-    assert program_of("it is\n```py\nprint(1)\nprint(2)") == "print(1)\nprint(2)\n"
-    assert program_of("```\nx\n```\n```") == "x\n"
+DOCSTRING = 'def f(x):\n    """So:\n```\nf(1)\n```\n    """\n    return x\n'
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("a\n```\nx\n```\nb\n```python\nprint(1)\n```\nend", "print(1)\n"),
+        ("it is\n```py\nprint(1)\nprint(2)", "print(1)\nprint(2)\n"),
+        ("```\nx\n```\n```", "x\n"),
+        ("```\nx\n```\n```\n```", "x\n"),
+        ("```\r\nx\r\n```\r\nend", "x\r\n"),
+        ("1. so:\n   ```python\n   if x:\n     y\n\n   z\n   ```\n2. end", "if x:\n  y\n\nz\n"),
+        ("- so:\n\t```\n\tif x:\n\t\ty\n\t```", "if x:\n\ty\n"),
+        ("~~~python\nx = '```'\n```\n~~~\nend", "x = '```'\n```\n"),
+        ("````\n```\nx\n```\n````", "```\nx\n```\n"),
+        (
+            "```\ndef f():\n    '''\n    ```\n    '''\n```\nend",
+            "def f():\n    '''\n    ```\n    '''\n",
+        ),
+        (f"```python\n{DOCSTRING}```\nend", DOCSTRING),
+        (DOCSTRING, DOCSTRING),
+        ('an odd """ here\n```\nx\n```\nend', "x\n"),
+        ('```\nx = \'"""\'\n```\nend', 'x = \'"""\'\n'),
+        ("so:\n```python print(1)```\n", "print(1)\n"),
+        ("so: ```print(1)``` and\n``` print(2) ```", "print(2)\n"),
+        ("```\nx\n```\nIt prints\n```5```", "x\n"),
+        ("```\nx = '\x0c \x85 \u2028'\n```", "x = '\x0c \x85 \u2028'\n"),
+    ],
+)
+def test_the_program_is_the_last_fenced_block_or_all_of_the_answer(
+    answer: str, program: str
+) -> None:
+    assert program_of(answer) == program
 
 
 @pytest.mark.parametrize(
@@ -108,12 +152,30 @@ def test_the_program_is_the_last_fenced_block_or_all_of_the_answer() -> None:
         ("", "\n", True),
         ("1\n2", "1 2", False),
         ("1\n\n2", "1\n2", False),
+        ("\n 1\n2", "1\n2", True),
+        ("1\n2", "\n\n 1\n2", True),
+        ("1 2\n3 4", "1 2\n3", False),
+        ("1 2", "1 2 3", False),
+        ("1 2 3", "1 2", False),
         ("yes", "YES", False),
         ("0.5", "0.50000001", True),
         ("0.5", "0.501", False),
         ("1e3", "1000", True),
         ("1.0", "1", True),
         ("1000000", "1000000.0", True),
+        ("3", "3e0", True),
+        ("3", "+3", True),
+        ("3", "3.0000000001", False),
+        ("12345678901234567890", "12345678901234567891.0", False),
+        ("12345678901234567890", "12345678901234567890.0", True),
+        ("007", "7", False),
+        ("7", "007", True),
+        ("3", "3e99999999", False),
+        ("3", "3_0", False),
+        ("10.5", "1_0.5", False),
+        ("10.5", "\u0661\u0660.5", False),
+        ("0.5", "0.5" + "0" * 300, True),
+        ("0.5", "0.5" + "0" * 500, False),  # no float has so many digits
         ("0.5", "nan", False),
         ("0.5", "half", False),
         ("x.y", "x.z", False),
@@ -143,6 +205,8 @@ def written(value: object) -> bytes:
         ([None], None, True),
         ([1, 2], [1], False),
         ([object.__name__], object(), False),
+        ([3], 3.0, True),
+        ([0.5], Fraction(1, 2), False),
     ],
 )
 def test_results_of_calls_are_compared_as_json(

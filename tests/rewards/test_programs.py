@@ -406,6 +406,30 @@ async def test_long_bodies_are_read_beside_the_loop_and_what_is_sent_twice_runs_
     assert runtime.ran.count(("doubles", 0)) == 2
 
 
+async def test_no_teams_long_body_waits_for_anothers(
+    tmp_path: Path, host: ProgramHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+
+    def waits(expected: object) -> tuple[Case, ...]:
+        if expected == "slow":
+            goes_on.wait(60)
+        return read_cases(CASES)
+
+    monkeypatch.setattr("rose_rewards.gateway.read_cases", waits)
+    async with gateway_of(tmp_path, {"programs": host.listed()}) as gateway:
+        data = "x" * 10_000
+        slow = asyncio.create_task(
+            gateway.score(reward("doubles", expected="slow", data=data), "a")
+        )
+        try:
+            other = await gateway.score(reward("doubles", data=data), "b")
+        finally:
+            goes_on.set()
+        assert isinstance(other, Scored)
+        assert isinstance(await slow, Scored)
+
+
 async def test_a_reason_is_the_same_after_a_restart(
     tmp_path: Path, host: ProgramHost, runtime: PlayedRuntime
 ) -> None:
