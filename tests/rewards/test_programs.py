@@ -96,6 +96,31 @@ async def test_a_program_that_is_right_is_told_from_one_that_is_not(
     assert host.host.sessions() == ()
 
 
+@pytest.mark.parametrize(
+    "expected",
+    [
+        {"inputs": ["GIVEN"], "outputs": ["SECRET"]},
+        {"inputs": [["GIVEN"]], "outputs": [["SECRET"]], "fn_name": "f"},
+        [{"input": '"GIVEN"', "output": '"SECRET"', "fn_name": "f"}],
+        ["assert f('GIVEN') == 'SECRET'"],
+        "assert {'SECRET': 1} == f('GIVEN')",
+    ],
+)
+async def test_no_byte_of_what_is_expected_goes_to_a_host(
+    tmp_path: Path, host: ProgramHost, runtime: PlayedRuntime, expected: object
+) -> None:
+    async def none(_: str) -> Ended:
+        return "exited", 0, b"1"
+
+    runtime.programs["none"] = none
+    async with gateway_of(tmp_path, {"programs": host.listed()}) as gateway:
+        result = await gateway.score(reward("none", expected=expected))
+    assert isinstance(result, Scored)
+    sent = b"".join(runtime.received)
+    assert b"GIVEN" in sent
+    assert b"SECRET" not in sent
+
+
 async def test_no_case_is_run_after_one_that_failed(
     tmp_path: Path, host: ProgramHost, runtime: PlayedRuntime
 ) -> None:
