@@ -51,8 +51,9 @@ class RewardFunction(pydantic.BaseModel):
         tolerance: of fractions that a program prints or returns, relative and absolute.
         disk_mebibytes: (``diskMebibytes``) that a program may write.
         at_once: sandboxes at a time, of all functions with this URL.
-        seconds: longest time of one verification; of a program, of all its cases together, and
-            again of its host's part. 30 by default, of programs 120.
+        seconds: longest time of one verification, 30 by default. Of a program processor time of
+            all its cases together, 120 by default, three times that on the clock, and once more its
+            host's part.
         memory_mebibytes: address space of one worker; memory of a program.
         network: whether its workers see one; a judge is called by the gateway, and no sandbox has
             one.

@@ -93,6 +93,7 @@ class _Ran(msgspec.Struct):
     end: str
     code: int
     seconds: float
+    cpu: float
     bytes: int
     error: str = ""
 
@@ -126,7 +127,9 @@ class _Sandbox:
             "image": function.image,
             "limits": limits,
             "network": False,
-            "lifetime": 2 * function.seconds + WALL * function.case_seconds + 2 * _CALL_SECONDS,
+            "lifetime": (WALL + 1) * function.seconds
+            + WALL * function.case_seconds
+            + 2 * _CALL_SECONDS,
         }
         await self._call("POST", "", json=made)
         source = await asyncio.to_thread(Path(inside.__file__).read_bytes)
@@ -146,7 +149,7 @@ class _Sandbox:
             SandboxBroke: the program had begun, and it is not said how it ended.
             WorkerEnded: nothing has begun.
         """
-        longest = WALL * self.function.case_seconds
+        longest = WALL * self.function.case_seconds + inside.TIDY_SECONDS
         within = min(count * longest, seconds + longest) + _SLACK_SECONDS
         body = {
             "command": f"python3 -I {FOLDER}/inside.py {first} {count} {seconds:.3f}",
@@ -166,6 +169,9 @@ class _Sandbox:
             report = inside.HELLO + await self._call("GET", "/files", params=at)
         if not report.startswith(inside.HELLO):
             self.begun = False
+            if report.startswith(inside.LACKING):
+                name = report[len(inside.LACKING) :].decode(errors="replace")
+                raise WorkerEnded(f"image {self.function.image} has no {name} for the command")
             text = reply.stderr.decode(errors="replace").strip()[-200:]
             image = self.function.image
             raise WorkerEnded(f"image {image} does not run python3: {text or 'it says nothing'}")
@@ -260,6 +266,9 @@ class _Run:
     spent: float = 0.0  # seconds of the program itself, over all sandboxes
 
     async def verdict(self) -> Scored:
+        if "python" not in self.function.command and not isinstance(self.cases[0], StdinCase):
+            message = f"functions are called in Python, and the command is {self.function.command}"
+            raise WorkerEnded(message)
         began, asked, failed, broke = self.clock(), 0, 0, 0
         problem = "it was not asked yet"
         while failed < self.function.tries:
@@ -270,12 +279,15 @@ class _Run:
                 message = f"no verdict within {self.function.seconds:g} s of the host; {problem}"
                 raise WorkerEnded(message)
             asked += 1
+            try_began, spent = self.clock(), self.spent
             try:
-                return await self._tried(self.program, self.cases)
+                return await self._tried(self.function, self.program, self.cases)
             except SandboxHostAway as error:
                 problem = str(error)
             except SandboxBroke as error:
                 problem, failed, broke = str(error), failed + 1, broke + 1
+                # However long it took the program to break it: no host's time is used up by that.
+                self.spent = spent + self.clock() - try_began
             except WorkerEnded as error:
                 problem, failed = str(error), failed + 1
         if broke == failed and await self._is_well():
@@ -285,15 +297,16 @@ class _Run:
         raise WorkerEnded(message)
 
     async def _is_well(self) -> bool:
-        """Whether the host runs a program that does nothing."""
+        """Whether the host runs a program that does nothing, of Python, which all images have."""
+        function = self.function.model_copy(update={"command": "python3 {file}"})
         try:
-            found = await self._tried(_CONTROL, [StdinCase("", "rose")])
+            found = await self._tried(function, _CONTROL, [StdinCase("", "rose")])
         except WorkerEnded:
             return False
         return found.correct
 
-    async def _tried(self, program: str, cases: Sequence[Case]) -> Scored:
-        box = _Sandbox(self.function, self.session, await _address(str(self.function.sandbox)))
+    async def _tried(self, function: RewardFunction, program: str, cases: Sequence[Case]) -> Scored:
+        box = _Sandbox(function, self.session, await _address(str(function.sandbox)))
         try:
             await box.make(program, cases)
             return await self._judged(box, cases)
@@ -302,21 +315,23 @@ class _Run:
             await _whole(box.end())
 
     async def _judged(self, box: _Sandbox, cases: Sequence[Case]) -> Scored:
-        passed, first, count, reason, spent = 0, 0, 1, "", 0.0
+        passed, first, count, reason, spent, cpu = 0, 0, 1, "", 0.0, 0.0
+        most = self.function.seconds
         while first < len(cases):
-            left = max(0.0, self.function.seconds - spent)
+            left = max(0.0, WALL * most - spent)
             ran = await box.run(first, min(count, len(cases) - first), left)
             for one, gave in ran:
                 spent += one.seconds
                 self.spent += one.seconds
+                cpu += one.cpu
                 case = cases[one.case]
                 problem = await asyncio.to_thread(self._problem, case, one, gave)
                 passed += not problem
                 reason = reason or (problem and f"case {one.case + 1} of {len(cases)}: {problem}")
                 first = one.case + 1
-            if spent > self.function.seconds and first < len(cases):
-                late = f"TimeLimit: {spent:.3g} s for {first} of {len(cases)} cases"
-                reason = reason or late
+            if first < len(cases) and (cpu > most or spent > WALL * most):
+                late = f"{cpu:.3g} s of a processor in {spent:.3g} s"
+                reason = reason or f"TimeLimit: {late} for {first} of {len(cases)} cases"
                 break
             if reason and not self.function.partial:
                 break

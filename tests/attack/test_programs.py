@@ -262,6 +262,33 @@ async def test_what_takes_without_measure_is_scored_zero_and_never_lost(
     assert (await judged(host, RIGHT)).correct
 
 
+STOPS = """
+import os, signal, time
+n = int(input())
+if n == 30:
+    runners = [int(p) for p in os.listdir("/proc") if p.isdigit() and
+        b"inside.py" in open(f"/proc/{p}/cmdline", "rb").read()]
+    for _ in range(20):
+        if os.fork() == 0:
+            os.setsid()
+            while True:
+                for one in runners:
+                    try: os.kill(one, signal.SIGSTOP)
+                    except OSError: pass
+    time.sleep(0.5)
+    print("wrong")
+else:
+    print(n * 2)
+"""
+
+
+async def test_who_stops_what_runs_it_is_scored_zero_and_never_lost(host: ProgramHost) -> None:
+    """What runs programs becomes their user for a moment, to kill what they have left."""
+    found = await judged(host, STOPS, seconds=20)
+    assert found.reward == 0
+    assert found.reason == "case 3 of 3: WrongAnswer", found
+
+
 @pytest.mark.parametrize("kind", ["runsc"])
 async def test_a_program_that_ends_its_kernel_is_scored_zero(tmp_path: Path, kind: str) -> None:
     """gVisor's memory is a program's and its kernel's: too much of it ends both."""

@@ -49,6 +49,9 @@ class PlayedRuntime(FakeRuntime):
     )
     ran: list[tuple[str, int]] = field(default_factory=list)
     received: list[bytes] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    cpu: float = 0.01
+    seconds: float = 0.01
     most: int = 0
 
     def __post_init__(self) -> None:
@@ -76,13 +79,15 @@ class PlayedRuntime(FakeRuntime):
         self.most = max(self.most, len(self._worlds))
         name = (await self.read_file(handle, f"{FOLDER}/program.py")).decode().strip()
         job = json.loads(await self.read_file(handle, f"{FOLDER}/job.json"))
+        self.commands.append(job["command"])
         said = inside.HELLO
         for number in range(int(asked[1]), int(asked[1]) + int(asked[2])):
             self.ran.append((name, number))
             end, code, gave = await self.programs[name](job["cases"][number])
             if handle.key not in self._worlds:
                 raise UnknownSandbox("it has ended")
-            line = {"case": number, "end": end, "code": code, "seconds": 0.01, "bytes": len(gave)}
+            took = {"seconds": self.seconds, "cpu": self.cpu}
+            line = {"case": number, "end": end, "code": code, "bytes": len(gave), **took}
             said += json.dumps(line).encode() + b"\n" + gave
             if job["stop"] and (end, code) != ("exited", 0):
                 break

@@ -28,6 +28,7 @@ from rose_rewards.errors import BadFunctions, BadReward
 from rose_rewards.functions import RewardFunction, read
 from rose_rewards.gateway import Gateway, Reward
 from rose_rewards.main import running
+from rose_rewards.sandboxes import verdict
 from rose_wire.ports import free_port
 from tests.host.helpers import until
 from tests.rewards.program_hosts import (
@@ -174,6 +175,80 @@ async def test_a_program_that_ends_its_sandbox_is_wrong_and_not_lost(
     assert isinstance(result, Scored)
     assert result.reward == 0
     assert result.reason.startswith("SandboxEnded: the program ended its sandbox 2 times")
+
+
+async def test_the_control_is_python_whatever_the_programs_are(
+    tmp_path: Path, host: ProgramHost, runtime: PlayedRuntime
+) -> None:
+    async def ends(_: str) -> Ended:
+        runtime.lose()
+        return "exited", 0, b""
+
+    async def prints(_: str) -> Ended:
+        return "exited", 0, b"rose"
+
+    runtime.programs |= {"ends": ends, "print('rose')": prints}
+    result = await asked(tmp_path, host, "ends", command="node {file}")
+    assert isinstance(result, Scored)
+    *others, control = [one.split()[0] for one in runtime.commands]
+    assert (set(others), control) == ({"node"}, "python3")
+
+
+async def test_however_long_a_program_takes_to_break_its_sandbox_it_is_wrong(
+    host: ProgramHost, runtime: PlayedRuntime
+) -> None:
+    """Its time is not the host's, of which there is so much and no more."""
+    now = [0.0]
+
+    async def ends(_: str) -> Ended:
+        now[0] += 1000
+        runtime.lose()
+        return "exited", 0, b""
+
+    async def prints(_: str) -> Ended:
+        return "exited", 0, b"rose"
+
+    runtime.programs |= {"ends": ends, "print('rose')": prints}
+    cases = read_cases(CASES)
+    async with aiohttp.ClientSession() as http:
+        found = await verdict(host.function(), http, "ends", cases, lambda: now[0])
+    assert found.reward == 0
+    assert found.reason.startswith("SandboxEnded")
+
+
+@pytest.mark.parametrize(
+    ("cpu", "seconds", "reason"),
+    [
+        (0.1, 0.7, ""),  # a host that many share
+        (0.5, 0.5, "TimeLimit: 15.5 s of a processor in 15.5 s for 31 of 40 cases"),
+        (0.1, 2.0, "TimeLimit: 3.1 s of a processor in 62 s for 31 of 40 cases"),
+    ],
+)
+async def test_all_cases_together_have_processor_time_and_three_times_that_on_the_clock(
+    tmp_path: Path,
+    host: ProgramHost,
+    runtime: PlayedRuntime,
+    *,
+    cpu: float,
+    seconds: float,
+    reason: str,
+) -> None:
+    runtime.cpu, runtime.seconds = cpu, seconds
+    async with gateway_of(tmp_path, {"programs": host.listed(seconds=10)}) as gateway:
+        result = await gateway.score(reward("doubles", expected=MANY))
+    assert isinstance(result, Scored)
+    assert (result.correct, result.reason) == (not reason, reason)
+
+
+async def test_functions_of_another_language_are_lost_by_name(
+    tmp_path: Path, host: ProgramHost, runtime: PlayedRuntime
+) -> None:
+    listed = {"programs": host.listed(command="node {file}")}
+    async with gateway_of(tmp_path, listed) as gateway:
+        result = await gateway.score(reward("x", expected=CALLS["calls"]))
+    assert isinstance(result, Lost)
+    assert "functions are called in Python, and the command is node" in result.reason
+    assert runtime.ran == []
 
 
 async def test_a_host_on_which_no_program_runs_makes_no_zero(
@@ -372,7 +447,7 @@ async def test_the_host_ends_what_a_killed_gateway_left(
     (session,) = host.host.sessions()
     await host.host.renew()
     assert host.host.sessions() == (session,)
-    host.now[0] += 2 * 60 + 3 * 2 + 60
+    host.now[0] += 4 * 60 + 3 * 2 + 60
     await host.host.renew()
     assert host.host.sessions() == ()
     assert host.records.turns(session) == ()
@@ -497,6 +572,71 @@ async def test_an_answer_of_megabytes_comes_out_whole(tmp_path: Path) -> None:
         found = await gateway.score(reward(program, expected=cases))
     assert isinstance(found, Scored)
     assert (found.reward, found.reason) == (2 / 3, "case 3 of 3: WrongAnswer")
+
+
+STYLES = {
+    "a data class": "@dataclass\nclass P:\n  x: int\ndef f(x): return P(x).x",
+    "a method": "class Solution:\n  def f(self, x): return deepcopy(x)\ndef g(): pass",
+    "a function beside": "class Solution:\n  def g(self): pass\ndef f(x: Optional[int]): return x",
+    "depth": "def f(x, n=30_000): return x if n == 0 else f(x, n - 1)",
+}
+STYLES["a data class"] = "from dataclasses import dataclass\n" + STYLES["a data class"]
+
+
+@pytest.mark.sandbox
+async def test_programs_in_the_usual_style_are_right(tmp_path: Path) -> None:
+    async with (
+        real_host(tmp_path) as host,
+        gateway_of(tmp_path, {"programs": host.listed(caseSeconds=20)}) as gateway,
+    ):
+        cases = {"inputs": [[7]], "outputs": [[7]], "fn_name": "f"}
+        for name, program in STYLES.items():
+            found = await gateway.score(reward(program, name, expected=cases))
+            assert isinstance(found, Scored)
+            assert found.correct, (name, found)
+        table = {"inputs": [[{"1": "a"}]], "outputs": [["a"]], "fn_name": "f"}
+        found = await gateway.score(reward("def f(d): return d[1]", "keys", expected=table))
+        assert isinstance(found, Scored)
+        assert found.correct, found
+        files = "print(int(open('/dev/stdin').read()) * 2, file=open('/dev/stdout', 'w'))"
+        found = await gateway.score(reward(files, "files"))
+        assert isinstance(found, Scored)
+        assert found.correct, found
+
+
+@pytest.mark.sandbox
+async def test_a_program_that_leaves_many_files_and_much_is_right_all_the_same(
+    tmp_path: Path,
+) -> None:
+    program = (
+        "import os\nfor n in range(20_000): open(f'f{n}', 'w').close()\n"
+        "open('/tmp/x', 'wb').write(bytes(60 << 20))\n"
+        "assert len(os.listdir('/tmp')) == 2\nprint(int(input()) * 2)"
+    )
+    cases = {key: value * 2 for key, value in CASES.items()}
+    async with (
+        real_host(tmp_path) as host,
+        gateway_of(tmp_path, {"programs": host.listed(caseSeconds=60)}) as gateway,
+    ):
+        found = await gateway.score(reward(program, expected=cases))
+    assert isinstance(found, Scored)
+    assert found.correct, found
+
+
+@pytest.mark.sandbox
+async def test_a_command_that_an_image_lacks_is_lost_by_name(tmp_path: Path) -> None:
+    listed = {"no": {"command": "node {file}"}, "sh": {"command": "sh {file}"}}
+    async with (
+        real_host(tmp_path) as host,
+        gateway_of(tmp_path, {k: host.listed(**v) for k, v in listed.items()}) as gateway,
+    ):
+        found = await gateway.score(reward("1", "a", function="no"))
+        assert isinstance(found, Lost)
+        assert "image base has no node for the command" in found.reason
+        shell = "read n; echo $((n * 2))"
+        found = await gateway.score(reward(shell, "b", function="sh"))
+        assert isinstance(found, Scored)
+        assert found.correct, found
 
 
 CALLS = {
