@@ -281,10 +281,7 @@ def call(program: Path) -> None:
     sys.setrecursionlimit(50_000)
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)
-    module = types.ModuleType("program")
-    sys.modules["program"] = module  # where ``dataclasses`` and ``pickle`` look for it
-    space = vars(module)
-    exec(_PRELUDE, space)  # noqa: S102  # constant
+    space = _namespace()
     # Not with the ``from __future__`` of this file.
     code = compile(program.read_text(), str(program), "exec", dont_inherit=True)
     exec(code, space)  # noqa: S102  # what it is for
@@ -299,6 +296,14 @@ def call(program: Path) -> None:
         out.write(written)
     # Threads that it left would keep this process.
     os._exit(0)
+
+
+def _namespace() -> dict[str, Any]:
+    """Of the program's module, with what programs for judges of functions take for granted."""
+    module = types.ModuleType("program")
+    sys.modules["program"] = module  # where ``dataclasses`` and ``pickle`` look for it
+    exec(_PRELUDE, vars(module))  # noqa: S102  # constant
+    return vars(module)
 
 
 def _function(space: dict[str, Any], name: str) -> Any:  # noqa: ANN401  # of the program
