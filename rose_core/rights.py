@@ -290,7 +290,8 @@ RULES: tuple[AccessRule, ...] = (
             *(f"POST /sessions/{{key}}/{step}" for step in ("checkpoint", "suspend", "resume")),
         ),
         _TEAMS,
-        "of the run that the host serves, by the host's token",
+        "of the run that the host serves, by the host's token; rewards has it where a function's "
+        "programs run there",
     ),
     AccessRule(
         _L.SANDBOX,
