@@ -44,6 +44,8 @@ QUIET = {
     "ROSE / Harvested capacity: Moves",
     "ROSE / Harvested capacity: Requests refused by routers",
     "ROSE / Operator and agents: Links to routers",
+    "ROSE / Operator and agents: Pool of keys: bytes",
+    "ROSE / Operator and agents: Pool of keys: speed of a pull",
     "ROSE / Serving guard: Made slow by lending, at most",
     "ROSE / Serving guard: Missed by the tap",
     "ROSE / Serving guard: Promised requests",
