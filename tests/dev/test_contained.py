@@ -12,8 +12,10 @@ from contextlib import suppress
 import psutil
 
 _LEAVES_ONE = """
-import subprocess, sys, time
+import pathlib, subprocess, sys, time
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+while not pathlib.Path(f"/proc/{{child.pid}}/cmdline").read_bytes():
+    time.sleep(0.01)  # between the end of the fork and the program's own words it has none
 print(child.pid, flush=True)
 {end}
 """

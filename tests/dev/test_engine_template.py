@@ -106,6 +106,8 @@ def test_a_killed_engine_tells_the_signal_and_others_go_on(
     assert one.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         one.wait(0.01)
+    both = (one, other)
+    wait_until(lambda: all(os.getpgid(e.pid) == e.pid for e in both), "groups", seconds=60)
 
     os.killpg(one.pid, signal.SIGKILL)
 

@@ -260,7 +260,7 @@ def test_a_result_that_is_made_to_hurt_is_wrong(gave: bytes) -> None:
         assert not is_answer(CallCase("f", (), expected, wrapped=True), gave, 1e-6)
 
 
-_MANY = 1 << 19
+_MANY = 1 << 16
 
 
 @pytest.mark.parametrize(
