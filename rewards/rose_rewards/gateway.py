@@ -230,7 +230,7 @@ class Gateway:
     _order: RewardQueue[tuple[str, tuple[str, str]]] = field(default_factory=RewardQueue)
     _running: set[asyncio.Task[None]] = field(default_factory=set)
     _verifying: Counter[str] = field(default_factory=Counter)
-    _boxes: Counter[str] = field(default_factory=Counter)  # programs that run, by hosts' URL
+    _programs: Counter[str] = field(default_factory=Counter)  # programs that run, by hosts' URL
     _under_way: dict[tuple[str, str], _Waiting] = field(default_factory=dict)
     _verifications: dict[int, _Verification] = field(default_factory=dict)
     _copies: set[asyncio.Task[None]] = field(default_factory=set)
@@ -384,7 +384,7 @@ class Gateway:
         if self._closed:
             message = "this gateway is stopping"
             raise Busy(message)
-        running = self._verifying.total() + self._boxes.total()
+        running = self._verifying.total() + self._programs.total()
         if self.queue - running >= self.queue_limit:
             message = f"{self.queue_limit} rewards wait already"
             raise Busy(message)
@@ -457,7 +457,7 @@ class Gateway:
         """Whether one more of what waits may begin."""
         function = self.functions[name]
         if function.sandbox is not None:
-            return self._boxes[function.sandbox] < function.at_once
+            return self._programs[function.sandbox] < function.at_once
         return function.takes_worker and self.pool.room(name, self._verifying)
 
     def _hold(self, function: RewardFunction, places: int) -> None:
@@ -465,7 +465,7 @@ class Gateway:
         if function.takes_worker:
             self._verifying[function.team] += places
         elif function.sandbox is not None:
-            self._boxes[function.sandbox] += places
+            self._programs[function.sandbox] += places
 
     def _left(self, group: tuple[str, str]) -> int | None:
         progress = self._groups.get(group)
@@ -622,7 +622,7 @@ class Gateway:
         if function.judge is not None:
             return await self._judged(function, reward)
         if function.sandbox is not None:
-            return await self._ran(function, one)
+            return await self._judge_program(function, one)
         body = msgspec.json.encode(
             {part: getattr(reward, part) for part in ("answer", "expected", "task", "data")}
         )
@@ -681,7 +681,7 @@ class Gateway:
             return Lost(f"JudgeFailed: {error}")
         return result_of(found, function.correct_from, self.clock() - began)
 
-    async def _ran(self, function: RewardFunction, one: _Waiting) -> Result:
+    async def _judge_program(self, function: RewardFunction, one: _Waiting) -> Result:
         if not one.cases:
             return Masked("NoVerdict: the program has no case", 0.0)
         try:

@@ -13,19 +13,17 @@ model twice does no harm.
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 
 import aiohttp
 
+from rose_rewards.asking import AWAY, pause_seconds
 from rose_rewards.errors import WorkerEnded
 from rose_rewards.functions import RewardFunction
 from rose_wire import flags
 
-# A router without engines, a full queue, a restart.
-_AWAY = frozenset({408, 429, 502, 503, 504})
 _FAILED = 500
-_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 4.0
+_PAUSE_SECONDS = 0.5  # after the first time; a router that restarts takes some seconds
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -49,7 +47,7 @@ async def verdict(
         async with asyncio.timeout(function.seconds):
             while failed < function.tries:
                 if asked:
-                    await asyncio.sleep(_pause(asked))
+                    await asyncio.sleep(pause_seconds(asked, _PAUSE_SECONDS))
                 asked += 1
                 try:
                     token = flags.token(function.token_file)
@@ -60,7 +58,7 @@ async def verdict(
                             found = _NUMBER.findall(str(answer["choices"][0]["message"]["content"]))
                             return float(found[-1]) if found else None
                         problem = f"{reply.status}: {(await reply.text())[:200]}"
-                        if reply.status not in _AWAY | {_FAILED}:
+                        if reply.status not in AWAY | {_FAILED}:
                             break
                         failed += reply.status == _FAILED
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
@@ -73,12 +71,3 @@ async def verdict(
         raise WorkerEnded(message) from error
     message = f"judge {function.judge}, asked {asked} times: {problem}"
     raise WorkerEnded(message)
-
-
-def _pause(asked: int) -> float:
-    """Seconds before it is asked once more: twice as long each time, with jitter.
-
-    All judges that a restart cut off would otherwise come back in the same moment.
-    """
-    longest = min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2.0 ** (asked - 1))
-    return longest * (0.5 + random.random() / 2)  # noqa: S311  # no secret

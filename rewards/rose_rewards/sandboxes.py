@@ -44,6 +44,7 @@ from rose_core.rewards.cases import CallCase, Case, StdinCase, program_of
 from rose_core.rewards.results import Scored
 from rose_core.unreadable import UNREADABLE
 from rose_rewards import inside
+from rose_rewards.asking import AWAY, pause_seconds
 from rose_rewards.errors import SandboxBroke, SandboxHostAway, WorkerEnded
 from rose_rewards.functions import RewardFunction
 from rose_wire import flags
@@ -60,9 +61,8 @@ WALL: Final = 3.0
 answer wrong, and a program that sleeps ends."""
 MOST_BYTES: Final = 4 << 20
 """That a case may print: no more is expected than a request's body has."""
-_MOST_REPORTED = (
-    192 << 10
-)  # a host hands back 256 KiB of a command's output, and cuts what is longer
+_MOST_REPORTED = 192 << 10
+"""A host hands back 256 KiB of a command's output, and cuts what is longer."""
 _FILE_BYTES = 64 << 20
 _OWN_MEBIBYTES = 64  # of the sandbox's shells, of ``inside`` and of its folder, beside the program
 _MOST_AT_ONCE = 16
@@ -70,8 +70,7 @@ _MOST_AT_ONCE = 16
 _SLACK_SECONDS = 10.0  # of a command's limit, beyond that of its cases
 _CALL_SECONDS = 30.0
 _END_SECONDS = 10.0
-_AWAY = frozenset({408, 429, 502, 503, 504})
-_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.2, 4.0
+_PAUSE_SECONDS = 0.2  # after the first time; a host of the same node is back so soon
 _LIFE = "Rose-Host-Life"
 _CONTROL = "print('rose')\n"
 
@@ -215,7 +214,7 @@ class _Sandbox:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             message = f"{self.url} is away: {type(error).__name__}: {error}"
             raise SandboxHostAway(message) from error
-        if reply.status in _AWAY:
+        if reply.status in AWAY:
             raise SandboxHostAway(f"{self.url} answered {reply.status}: {_words(body)}")
         there = reply.headers.get(_LIFE, "")
         if self.life and there != self.life:
@@ -273,7 +272,7 @@ class _Run:
         problem = "it was not asked yet"
         while failed < self.function.tries:
             if asked:
-                await asyncio.sleep(_pause(asked))
+                await asyncio.sleep(pause_seconds(asked, _PAUSE_SECONDS))
             # What the program takes is not the host's.
             if asked and self.clock() - began - self.spent > self.function.seconds:
                 message = f"no verdict within {self.function.seconds:g} s of the host; {problem}"
@@ -432,9 +431,3 @@ def _frames(report: bytes, first: int) -> list[tuple[_Ran, bytes]]:
 
 def _words(body: bytes) -> str:
     return body[:300].decode(errors="replace")
-
-
-def _pause(asked: int) -> float:
-    """Seconds before it is tried once more: twice as long each time, with jitter."""
-    longest = min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 2.0 ** (asked - 1))
-    return longest * (0.5 + random.random() / 2)  # noqa: S311  # no secret

@@ -285,7 +285,7 @@ def pool_of(made: EnsureEngine, pool: KvPoolSpec | None) -> KvPoolSpec | None:
     """What the engine of an order is told."""
     site = cast("Site", SimpleNamespace(kv_pool=pool))
     nobody = cast("Any", None)
-    return EngineProcess(made, nobody, site, nobody, nobody)._pool()
+    return EngineProcess(made, nobody, site, nobody, nobody).pool()
 
 
 def found(host: EngineHost, state: EngineState, says: str) -> bool:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +160,11 @@ async def test_what_a_program_does_to_itself_is_its_zero(
     assert result.reason.startswith(reason)
 
 
-async def test_a_program_that_ends_its_sandbox_is_wrong_and_not_lost(
-    tmp_path: Path, host: ProgramHost, runtime: PlayedRuntime
-) -> None:
+def ends_its_sandbox(runtime: PlayedRuntime, before: Callable[[], None] = lambda: None) -> None:
+    """Play a program ``ends`` that does so, and a control that is well."""
+
     async def ends(_: str) -> Ended:
+        before()
         runtime.lose()
         return "exited", 0, b""
 
@@ -171,6 +172,12 @@ async def test_a_program_that_ends_its_sandbox_is_wrong_and_not_lost(
         return "exited", 0, b"rose"
 
     runtime.programs |= {"ends": ends, "print('rose')": prints}
+
+
+async def test_a_program_that_ends_its_sandbox_is_wrong_and_not_lost(
+    tmp_path: Path, host: ProgramHost, runtime: PlayedRuntime
+) -> None:
+    ends_its_sandbox(runtime)
     result = await asked(tmp_path, host, "ends")
     assert isinstance(result, Scored)
     assert result.reward == 0
@@ -180,14 +187,7 @@ async def test_a_program_that_ends_its_sandbox_is_wrong_and_not_lost(
 async def test_the_control_is_python_whatever_the_programs_are(
     tmp_path: Path, host: ProgramHost, runtime: PlayedRuntime
 ) -> None:
-    async def ends(_: str) -> Ended:
-        runtime.lose()
-        return "exited", 0, b""
-
-    async def prints(_: str) -> Ended:
-        return "exited", 0, b"rose"
-
-    runtime.programs |= {"ends": ends, "print('rose')": prints}
+    ends_its_sandbox(runtime)
     result = await asked(tmp_path, host, "ends", command="node {file}")
     assert isinstance(result, Scored)
     *others, control = [one.split()[0] for one in runtime.commands]
@@ -200,15 +200,10 @@ async def test_however_long_a_program_takes_to_break_its_sandbox_it_is_wrong(
     """Its time is not the host's, of which there is so much and no more."""
     now = [0.0]
 
-    async def ends(_: str) -> Ended:
+    def pass_time() -> None:
         now[0] += 1000
-        runtime.lose()
-        return "exited", 0, b""
 
-    async def prints(_: str) -> Ended:
-        return "exited", 0, b"rose"
-
-    runtime.programs |= {"ends": ends, "print('rose')": prints}
+    ends_its_sandbox(runtime, pass_time)
     cases = read_cases(CASES)
     async with aiohttp.ClientSession() as http:
         found = await verdict(host.function(), http, "ends", cases, lambda: now[0])

@@ -126,7 +126,7 @@ class EngineProcess:
             gpu_uuids=self._order.gpu_uuids,
             sizer=self._site.sizer,
             kv_store=self._store(),
-            kv_pool=self._pool(),
+            kv_pool=self.pool(),
         )
         program = launcher(order)
         self.drafts, self.refuses = program.drafts, program.refuses
@@ -140,7 +140,7 @@ class EngineProcess:
         owner = KvOwner(self._order.lease, self._order.lease_uid)
         return self._site.kv_folders.open(self._folder.uid, owner, wanted).path
 
-    def _pool(self) -> KvPoolSpec | None:
+    def pool(self) -> KvPoolSpec | None:
         """The platform's pool, where the lease has a secret: what nobody could seal stays here."""
         order = self._order
         return self._site.kv_pool if order.kv_secret and order.engine.kv_store_bytes else None

@@ -259,9 +259,9 @@ class EngineLife:
         self._note_exit(spawned)
 
     def _join_pool(self) -> asyncio.Task[None] | None:
-        """Tell the process of its lease's secret, where the node has a pool of keys."""
-        order, pool = self.order, self._site.kv_pool
-        if pool is None or not order.kv_secret or not order.engine.kv_store_bytes:
+        """Tell the process of its lease's secret, where it has a pool of keys."""
+        order = self.order
+        if self._process.pool() is None:
             return None
         membership = PoolMembership(self.folder.plugin_socket, order.kv_secret)
         return asyncio.create_task(membership.keep(), name=f"pool of {order.slot_name}")
