@@ -38,7 +38,7 @@ def team(node: Node) -> Iterator[Node]:
     yield node
     node.kubectl("delete", "namespace", "research", "--wait=false")
     if not had_kinds:  # Helm installs no chart over kinds that are not its own.
-        node.kubectl("delete", *kinds)
+        node.kubectl("delete", *kinds, "--ignore-not-found", seconds=SECONDS)
 
 
 def has_namespace(node: Node) -> bool:

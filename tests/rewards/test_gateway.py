@@ -502,12 +502,12 @@ async def test_a_judge_that_is_away_until_the_time_is_over_is_lost_and_so_is_one
     folder: Path,
 ) -> None:
     async with judge_of((503, "no engine")) as (away, _), judge_of((500, "bug")) as (fails, asked):
-        listed = {"away": {"judge": away, "seconds": 0.2}, "fails": {"judge": fails, "tries": 2}}
+        listed = {"away": {"judge": away, "seconds": 1.5}, "fails": {"judge": fails, "tries": 2}}
         async with serving(folder, listed) as rewards:
             lost = (await rewards.ask(function="away", trajectory="t"))[1]
             failed = (await rewards.ask(function="fails", trajectory="u"))[1]
     assert lost["outcome"] == failed["outcome"] == "lost"
-    assert "no verdict within 0.2 s; 503: " in lost["reason"]
+    assert "no verdict within 1.5 s; 503: " in lost["reason"]
     assert "no engine" in lost["reason"]
     assert (len(asked), "bug" in failed["reason"]) == (2, True)
 
