@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from bench.record import Figure, figure, record
+from bench.record import Figure, figure, log, record
 from bench.scenarios import scenario
 from rose_core.guard.certificate import CertificateCount, LendingCost
 from rose_core.guard.chunk import prefill_chunk
@@ -130,6 +130,7 @@ def _adversary(
     with ProcessPoolExecutor(options.processes, fresh) as pool:
         for one in pool.map(search, seeds):
             found.join(one)
+            log(f"adversary: {found.requests:,} requests, {found.exceeded} exceed the bound")
     cost, took_s = found.cost, time.monotonic() - began
     assert cost is not None  # noqa: S101  # a search tries one schedule at least
     share = mixture_sequence(found.exceeded, found.requests)

@@ -28,7 +28,7 @@ from pathlib import Path
 from bench.guard import gates
 from bench.guard.node import Bench, running
 from bench.guard.rollouts import STREAMS, Rollouts
-from bench.record import Figure, figure, record
+from bench.record import Figure, figure, log, record
 from rose_dev.engine_environment import engine_python
 from rose_dev.models import make_named
 from rose_engines.node.doorbell import ring
@@ -190,12 +190,6 @@ def rows(name: str, deaths: list[Death]) -> list[Figure]:
     ]
 
 
-def progress(where: str, death: Death) -> None:
-    """One line a death: a run takes minutes."""
-    sys.stdout.write(f"{where}: last token after {death.last_token_ms:.1f} ms\n")
-    sys.stdout.flush()
-
-
 async def measure(model: str, rounds: int) -> list[Figure]:
     """Every way to die, interleaved over the rounds."""
     found: dict[str, list[Death]] = {}
@@ -208,7 +202,8 @@ async def measure(model: str, rounds: int) -> list[Figure]:
                         death = await die(bench, victims, number)
                         found.setdefault(name, []).append(death)
                         await revive(bench, victims, number)
-                        progress(f"round {turn + 1} of {rounds}, {name}", death)
+                        took = f"last token after {death.last_token_ms:.1f} ms"
+                        log(f"round {turn + 1} of {rounds}, {name}: {took}")
     return [row for name, deaths in found.items() for row in rows(name, deaths)]
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.record import Figure, figure, record
+from bench.record import Figure, figure, log, record
 from rose_agent.host import main
 from rose_agent.host.options.arguments import parser
 from rose_agent.os import freezers
@@ -74,7 +74,8 @@ async def cycles(
 ) -> dict[str, list[float]]:
     """Release and activate; lists of seconds and bytes by name."""
     found: dict[str, list[float]] = {name: [] for name in ("release", "activate", "free", "left")}
-    for _ in range(count):
+    for number in range(count):
+        log(f"cycle {number + 1} of {count}")
         opened.clear()
         found["release"].append(await reach(host, EngineState.DORMANT, dormant=True))
         status = (await host.host.status(HostStatusRequest())).engines[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.record import Figure, figure, record
+from bench.record import Figure, figure, log, record
 from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, State, start_engine, state_of, write_bundle
@@ -124,6 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     kinds = {"SGLang": start_engine} | ({"vLLM": start_vllm} if arguments.vllm else {})
     figures: list[Figure] = []
     for kind, start in kinds.items():
+        log(f"{kind}: a start, then {arguments.rounds} stops and as many commits")
         with (
             tempfile.TemporaryDirectory() as folder,
             start(Path(folder), arguments.model, opened=False) as engine,

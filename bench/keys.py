@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
-from bench.record import Figure, record
+from bench.record import Figure, log, record
 from rose_dev.mooncake_environment import Pool, install, serving
 from rose_engines.kv.pages import PageFolder
 from rose_engines.kv.pool import WRITTEN_AT_ONCE
@@ -156,6 +156,7 @@ def rounds(given: argparse.Namespace, folder: Path) -> dict[str, list[Cost]]:
     with serving(folder, room) as pool, movers(folder, pool, most) as (first, second):
         pids = [one.pid for one in (*pool.processes, first.process, second.process)]
         for number in range(given.rounds + 1):  # the first one warms up
+            log(f"round {number} of {given.rounds}")
             pages = [f"{number}-{place}" for place in range(given.pages)]
             for page in pages:
                 here.put(page, memoryview(os.urandom(PAGE_BYTES)))

@@ -100,6 +100,12 @@ def machine() -> Machine:
     )
 
 
+def log(text: str) -> None:
+    """Tell whoever waits how far it is: most benchmarks take minutes."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 def table(figures: Sequence[Figure]) -> str:
     """The figures as lines of text."""
     width = max((len(one.name) for one in figures), default=0)

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from bench.record import Figure, figure, record
+from bench.record import Figure, figure, log, record
 from bench.scenarios import scenario
 from rose_simulate.files.reading import read_material, read_scenario
 from rose_simulate.model.clock import SECOND, VirtualClock
@@ -124,6 +124,7 @@ def studies(names: list[str], options: argparse.Namespace) -> list[Figure]:
     """Headlines of every study at every derate."""
     rows: list[Figure] = []
     for name in names:
+        log(f"study {name}")
         setup, material = scenario(name)
         changes: dict[str, object] = {"regimes": tuple(Regime(one) for one in options.regimes)}
         if options.seconds:

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.record import Figure, figure, record
+from bench.record import Figure, figure, log, record
 from rose_core.identity import WeightVersion
 from rose_dev.engine_testing import RealEngine, start_engine, state_of, write_bundle
 from rose_dev.errors import StartFailed
@@ -170,7 +170,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default="mid-peaked", choices=sorted(RECIPES))
     parser.add_argument("--starts", type=int, default=3)
     arguments = parser.parse_args(argv)
-    measured = [once(arguments.model) for _ in range(arguments.starts)]
+    measured = []
+    for number in range(arguments.starts):
+        log(f"start {number + 1} of {arguments.starts}")
+        measured.append(once(arguments.model))
     notes = (f"model {arguments.model}, {arguments.starts} starts, medians, SGLang on CPU",)
     record("startup", figures(measured), notes=notes)
     return 0

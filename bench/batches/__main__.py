@@ -25,7 +25,7 @@ from bench.guard import analysis
 from bench.guard.load import LOADS, Load, Served, schedule, serve
 from bench.guard.measured import Window, cpu_usage, strangers
 from bench.guard.report import LATENCIES, MANY, MANY_AT_TAIL, QUIET, compared
-from bench.record import Figure, figure, record
+from bench.record import Figure, figure, log, record
 from rose_core.stats import quantile
 from rose_core.wire.sync import SignalSource
 from rose_dev import engine_environment
@@ -150,12 +150,6 @@ def notes(options: argparse.Namespace) -> list[str]:
         f"where others use more than {QUIET:.0%} of the machine, latencies are held against no aim",
         "the kill comes between two windows: what an engine's start costs serving is not in them",
     ]
-
-
-def log(text: str) -> None:
-    """To whoever waits for the run."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

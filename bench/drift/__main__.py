@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from bench.drift import answers
 from bench.drift.trained import State, trained
-from bench.record import Figure, figure, record
+from bench.record import Figure, figure, log, record
 from rose_core.delta.probe import LIMIT, NOTICE, Answer, distance
 from rose_dev.models import MID, TINY, Recipe
 
@@ -65,6 +65,7 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     found: list[Figure] = []
     for name in arguments.models:
+        log(name)
         figures, noise, wrong = model_figures(name, not arguments.no_engines)
         caught = sum(one > LIMIT for one in wrong.values())
         noticed = sum(one > NOTICE for one in wrong.values())

@@ -17,11 +17,11 @@ from bench.guard import run_record
 from bench.guard.load import LOADS
 from bench.guard.pace import Plan
 from bench.guard.report import MANY, MANY_AT_TAIL, figures
-from bench.guard.run import log, measure
+from bench.guard.run import measure
 from bench.guard.serving import SERVING
 from bench.guard.table import table
 from bench.guard.windows import CONDITIONS
-from bench.record import FOLDER, record
+from bench.record import FOLDER, log, record
 
 _ENDLESS = 1000
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -26,7 +25,7 @@ from bench.guard.pace import Cell, Pace, Plan, clock, hopeless
 from bench.guard.results import Crash, Results
 from bench.guard.rollouts import Rollouts
 from bench.guard.windows import Goal, Runner
-from bench.record import FOLDER
+from bench.record import FOLDER, log
 from rose_core.stats import quantile
 
 _PROBE_SECONDS = 2.5
@@ -45,12 +44,6 @@ def goal_of(window: Window) -> Goal | None:
     """The SLO that twice the solo latency makes; None when the window had no request."""
     ttft, tpot = window.values("TTFT"), window.values("TPOT")
     return Goal(2 * quantile(ttft, 0.99), 2 * quantile(tpot, 0.99)) if ttft and tpot else None
-
-
-def log(text: str) -> None:
-    """To whoever waits for the run."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 @contextlib.asynccontextmanager

@@ -22,7 +22,7 @@ import aiohttp
 import msgspec
 import uvloop
 
-from bench.record import Figure, figure, record
+from bench.record import Figure, figure, log, record
 from bench.router.reader import SERVERS
 from bench.router.routes import (
     Route,
@@ -215,9 +215,10 @@ async def throughput(given: argparse.Namespace) -> list[Figure]:
         routes[_TWO_BARE] = [*routes[_BARE], stack.enter_context(bare)]
         rates: dict[str, list[float]] = {name: [] for name in routes}
         costs: dict[str, list[float]] = {name: [] for name in routes}
-        for _ in range(given.rounds + 1):
+        for number in range(given.rounds + 1):
             for name, among in routes.items():
                 rate, cost = await _at_once(among, given)
+                log(f"turns, round {number} of {given.rounds}, {name}: {rate:.0f} a second")
                 rates[name].append(rate)
                 costs[name].append(cost)
     # The first round warms connections up.
@@ -291,6 +292,7 @@ async def memory(given: argparse.Namespace) -> list[Figure]:
     if not count:
         return []
     _allow_files(count * 2 + 256)
+    log(f"{count} streams at once")
     async with AsyncExitStack() as stack:
         engine = stack.enter_context(
             stub(given.long_token_seconds, cumulative=given.cumulative, tls=True)
@@ -342,6 +344,7 @@ async def latency(given: argparse.Namespace) -> list[Figure]:
                     spread=given.token_seconds * given.stream_tokens,
                 )
                 found[name].append(result)
+                log(f"streams, {name}: {len(result.seconds)} in {result.wall:.0f} s")
     rows = [row for name in routes for row in _against(name, found[name], found["direct"])]
     # Of what is added by TLS the engine's own TLS is a part, whoever asks the engine.
     rows += _against("rose", found["rose"], found[_DIRECT_TLS], to=_DIRECT_TLS, most=_NO_AIMS)
@@ -362,6 +365,7 @@ async def long_prompts(given: argparse.Namespace) -> list[Figure]:
                     *(route,), count=count, at_once=2, tokens=4, prompt=prompt, stream=True
                 )
                 found[name].append(result)
+                log(f"long prompts, {name}: {count} in {result.wall:.0f} s")
     base, prefix = found.pop("direct"), f"prompts of {prompt} tokens: "
     return [
         row

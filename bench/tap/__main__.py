@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bench.record import Figure, figure, record
+from bench.record import Figure, figure, log, record
 from bench.tap.against import against
 from bench.tap.readers import TOKENS, compare
 from bench.tap.traffic import Order, Seen
@@ -111,6 +111,7 @@ async def measure(tokens_per_second: float, seconds: float, connections: int) ->
     for name, flags in _READERS.items():
         with tempfile.TemporaryDirectory(prefix="rose") as folder:
             async with watching(Path(folder), *flags) as watcher:
+                log(f"{name}: {seconds:.0f} s of {tokens_per_second:,.0f} tokens/s")
                 watched = await watcher.run(order)
                 figures += cost(name, watched) + agreement(name, watched)
                 if name == "counted in the kernel":

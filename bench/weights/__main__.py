@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from bench.record import Figure, figure, record
+from bench.record import Figure, figure, log, record
 from bench.weights import example, links, memory, plane
 from bench.weights.generator import COLUMNS, ROWS, reference
 from bench.weights.ours import (
@@ -260,10 +260,16 @@ def main(argv: list[str]) -> int:
         0; an aim that was not met shows in the table.
     """
     argparse.ArgumentParser(prog="bench.weights", description=__doc__).parse_args(argv)
-    figures = [one for rate in AIMS for one in layouts(rate)]
-    figures += [*merging(), *trained(), *real(), *processes()]
+    figures: list[Figure] = []
+    for rate in AIMS:
+        log(f"layouts at a learning rate of {rate:g}")
+        figures += layouts(rate)
+    for part in (merging, trained, real, processes):
+        log(part.__name__)
+        figures += part()
     notes = list(NOTES)
     if links.available():
+        log("limited links")
         figures += limited_links()
     else:
         notes.append("no figures over limited links: they need root, ip and tc")
