@@ -1,7 +1,7 @@
 """``rose VERB ...``: finds the verb's module and hands it the rest of the arguments.
 
 A verb's module is imported only when it is called, so the operator's image needs no engine
-libraries and ``rose --help`` answers at once. Every verb is a function ``main(argv) -> exit code``.
+libraries and ``rose --help`` answers at once. Every verb is a function ``(argv) -> exit code``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _FIRST = 1  # process of a container
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb: where its ``main`` is, what it does, which extra brings its libraries."""
+    """One verb: where its function is, what it does, which extra brings its libraries."""
 
     module: str
     summary: str
     extra: str
+    function: str = "main"
 
 
 VERBS: dict[str, Verb] = {
@@ -36,7 +37,9 @@ VERBS: dict[str, Verb] = {
     "models": Verb("rose_cli.ops.models", "show which models lie on which nodes", "operator"),
     "report": Verb("rose_cli.ops.report", "add up GPU time, tokens and cost", "operator"),
     "pause": Verb("rose_cli.ops.pause", "take everything back from pools", "operator"),
-    "resume": Verb("rose_cli.ops.resume", "lend again, as before the pause", "operator"),
+    "resume": Verb(
+        "rose_cli.ops.pause", "lend again, as before the pause", "operator", function="resume"
+    ),
     "drain": Verb("rose_cli.ops.drain", "free a node's GPUs of rollouts", "operator"),
     "caller": Verb("rose_cli.ops.caller", "say who outside may call a lease's router", "operator"),
     "operator": Verb("rose_operator.main", "reconcile pools and leases into slots", "operator"),
@@ -135,8 +138,8 @@ def _load(name: str, verb: Verb) -> Callable[[list[str]], int]:
             f"install rose-gpu[{verb.extra}]"
         )
         raise SystemExit(message) from error
-    main: Callable[[list[str]], int] = module.main
-    return main
+    run: Callable[[list[str]], int] = getattr(module, verb.function)
+    return run
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from rose_core.accounting.leases import OutsideLeases, ledger_of
 from rose_core.api import RolloutLease, ServingPool
 from rose_simulate.pages.statement_page import html
 from tests.api.objects import POOL, changed
-from tests.cli.test_views import lease, pool
+from tests.cli.test_rows import lease, pool
 
 
 class Objects:

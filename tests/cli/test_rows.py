@@ -3,9 +3,10 @@
 import json
 from typing import Any
 
+from rose_cli.ops.status import lease_rows, pool_rows, slot_summary
 from rose_cli.ops.tables import shown, table
+from rose_cli.ops.top import node_rows
 from rose_cli.ops.usage import summed, usage_rows, usages
-from rose_cli.ops.views import lease_rows, node_rows, pool_rows, slot_summary
 from rose_core.api import RolloutLease, RolloutSlot, ServingPool
 from tests.api.objects import LEASE, POOL, SLOT, changed
 
