@@ -280,7 +280,7 @@ LISTEN = {
     "agent/rose_agent/guard/main.py": Listener.AGENT,
     "agent/rose_agent/host/main.py": Listener.HOST,
     "agent/rose_agent/host/route/proxy.py": Listener.HOST,
-    "operator/rose_operator/app.py": Listener.OPERATOR,
+    "operator/rose_operator/main.py": Listener.OPERATOR,
     "router/rose_router/http/app.py": Listener.ROUTER,
     "router/rose_router/main.py": Listener.ROUTER,
     "rewards/rose_rewards/main.py": Listener.REWARDS,
