@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from obstore.store import MemoryStore
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from rose_weights.store.objects import Objects
+from rose_weights.store.bucket import Objects
 from tests.weights.faulty import Crash
 
 

@@ -22,9 +22,8 @@ from rose_weights.errors import (
     StoreFailed,
     UnknownRun,
 )
-from rose_weights.store.bucket import Bucket, BucketBlocks
+from rose_weights.store.bucket import Bucket, BucketBlocks, Objects
 from rose_weights.store.folder import Folder
-from rose_weights.store.objects import Objects
 from rose_weights.store.open_store import open_store
 from rose_weights.store.planning import FetchPlanner
 from rose_weights.store.records import PublishedTurn, Records

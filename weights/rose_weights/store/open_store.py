@@ -69,8 +69,7 @@ def _bucket(url: str) -> Store:
         message = f"{url} needs obstore; install rose-gpu[weights]"
         raise StoreFailed(message) from error
 
-    from rose_weights.store.bucket import Bucket  # noqa: PLC0415
-    from rose_weights.store.objects import Objects  # noqa: PLC0415
+    from rose_weights.store.bucket import Bucket, Objects  # noqa: PLC0415
 
     found = S3Store.from_url(
         url, retry_config={"max_retries": 4, "retry_timeout": timedelta(seconds=ANSWER_SECONDS)}
