@@ -35,9 +35,8 @@ from bench.sandboxes.tasks import TASKS, Task
 from rose_sandbox.box import key_of
 from rose_sandbox.errors import SandboxError, Unavailable
 from rose_sandbox.host import Host
-from rose_sandbox.inspector.blind import BlindInspector
 from rose_sandbox.inspector.bpf import BpfInspector
-from rose_sandbox.inspector.inspector import Inspector
+from rose_sandbox.inspector.inspector import BlindInspector, Inspector
 from rose_sandbox.main import RUNTIMES
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runsc import RunscRuntime

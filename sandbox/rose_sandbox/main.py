@@ -30,9 +30,8 @@ from rose_sandbox.admission import memory_pressure
 from rose_sandbox.errors import SandboxError, Unavailable
 from rose_sandbox.host import Host
 from rose_sandbox.http import ServingTraffic, application
-from rose_sandbox.inspector.blind import BlindInspector
 from rose_sandbox.inspector.bpf import BpfInspector
-from rose_sandbox.inspector.inspector import Inspector
+from rose_sandbox.inspector.inspector import BlindInspector, Inspector
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import delegate
 from rose_sandbox.runtimes.runc import RuncRuntime

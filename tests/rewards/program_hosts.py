@@ -19,7 +19,7 @@ from rose_rewards.sandboxes import FOLDER
 from rose_sandbox.errors import Unavailable, UnknownSandbox
 from rose_sandbox.host import Host
 from rose_sandbox.http import ServingTraffic, application
-from rose_sandbox.inspector.blind import BlindInspector
+from rose_sandbox.inspector.inspector import BlindInspector
 from rose_sandbox.runtimes.fake import FakeRuntime
 from rose_sandbox.runtimes.parts import GVISOR, PROGRAMS, find_parts
 from rose_sandbox.runtimes.runtime import OUTPUT_BYTES, ExecResult, Handle, Runtime

@@ -12,7 +12,7 @@ import pytest
 from rose_sandbox.adapters.shells import command_of
 from rose_sandbox.client import Sandbox
 from rose_sandbox.host import Host
-from rose_sandbox.inspector.blind import BlindInspector
+from rose_sandbox.inspector.inspector import BlindInspector
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_weights.store.records import Records
 from rose_weights.store.store import Store

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from rose_sandbox.host import Host
 from rose_sandbox.http import ServingTraffic, application
-from rose_sandbox.inspector.blind import BlindInspector
+from rose_sandbox.inspector.inspector import BlindInspector
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_weights.store.records import OwnedSession, Records
 from rose_weights.store.store import Store

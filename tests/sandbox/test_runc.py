@@ -12,7 +12,7 @@ import pytest
 
 from bench.sandboxes.own import own_runtime
 from rose_sandbox.errors import BadPath, CannotCheckpoint, RuntimeFailed, SandboxError
-from rose_sandbox.runtimes import btrfs, kernel, volume
+from rose_sandbox.runtimes import kernel, volume
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runtime import Kind, Runtime, SandboxSpec
@@ -172,13 +172,13 @@ async def test_cuts_of_one_moment_wait_for_the_disk_together(
     box = await runc.create(SandboxSpec("box"))
     await output_of(runc, box, "echo x > /home/x")
     places: list[Path] = []
-    snapshot = btrfs.snapshot
+    snapshot = kernel.snapshot_subvolume
 
     def noted(source: Path, folder: Path) -> None:
         places.append(folder.parent)
         snapshot(source, folder)
 
-    monkeypatch.setattr(btrfs, "snapshot", noted)
+    monkeypatch.setattr(volume, "snapshot_subvolume", noted)
     children = await runc.fork(box, ["a", "b"])
     assert len(set(places)) == len(places) == 3
     assert [await output_of(runc, one, "cat /home/x") for one in children] == ["x\n", "x\n"]
@@ -190,14 +190,14 @@ async def test_a_host_that_was_killed_in_a_cut_leaves_nothing_of_it(
 ) -> None:
     box = await runc.create(SandboxSpec("box"))
     made: list[Path] = []
-    snapshot = btrfs.snapshot
+    snapshot = kernel.snapshot_subvolume
 
     def dying(source: Path, folder: Path) -> None:
         made.append(folder)
         snapshot(source, folder)
         raise OSError(errno.EIO, "stopped here")
 
-    monkeypatch.setattr(btrfs, "snapshot", dying)
+    monkeypatch.setattr(volume, "snapshot_subvolume", dying)
     monkeypatch.setattr(volume, "_remove_new", lambda _: None)  # as one that is dead
     with pytest.raises(SandboxError):
         await runc.checkpoint(box, Kind.FILES, tmp_path)

@@ -27,7 +27,7 @@ from rose_sandbox.errors import (
 )
 from rose_sandbox.host import Host
 from rose_sandbox.http import ServingTraffic, application
-from rose_sandbox.inspector.blind import BlindInspector
+from rose_sandbox.inspector.inspector import BlindInspector
 from rose_sandbox.runtimes.runc import RuncRuntime
 from rose_sandbox.runtimes.runsc import RunscRuntime
 from rose_sandbox.runtimes.runtime import ExecResult, Limits

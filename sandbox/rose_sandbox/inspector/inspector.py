@@ -2,7 +2,7 @@
 
 The answer is about *net* effect: a file that was made and removed again is none. Whatever an
 inspector cannot vouch for is ``unknown``, with the reason, and counts as everything changed.
-Next step: ``bpf`` watches the kernel, ``blind`` is for where it cannot.
+``BlindInspector`` is for where the kernel cannot be asked. Next step: ``bpf`` watches it.
 """
 
 from __future__ import annotations
@@ -77,3 +77,30 @@ class Inspector(Protocol):
     async def close(self) -> None:
         """Take the hooks out of the kernel."""
         ...
+
+
+class BlindInspector:
+    """Knows nothing, and says so.
+
+    Args:
+        reason: why there is no better one here.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    async def watch(self, key: str, facts: Facts) -> None:
+        """Nothing to mark."""
+
+    async def effects(self, key: str, facts: Facts) -> Effects:  # noqa: ARG002 - it looks at none
+        """Everything may have changed."""
+        return Effects(files=True, processes=True, unknown=(self.reason,))
+
+    async def saved(self, key: str) -> None:
+        """Nothing to mark."""
+
+    async def forget(self, key: str) -> None:
+        """Nothing to forget."""
+
+    async def close(self) -> None:
+        """Nothing to take out."""

@@ -16,9 +16,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from rose_sandbox.errors import RuntimeFailed
-from rose_sandbox.runtimes import btrfs
 from rose_sandbox.runtimes.held import HELD, OpenFile, give_numbers, write_held
-from rose_sandbox.runtimes.kernel import FIRST_ID, mount_mapped, mount_overlay, unmount
+from rose_sandbox.runtimes.kernel import (
+    FIRST_ID,
+    create_subvolume,
+    delete_subvolume,
+    limit_subvolume,
+    mount_mapped,
+    mount_overlay,
+    snapshot_subvolume,
+    unmount,
+)
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.programs import call, run
 
@@ -134,7 +142,7 @@ class Volume:
     async def remove(self, name: str) -> None:
         """A subvolume or cut; none is no error."""
         if self.subvolume(name).exists():
-            await call(btrfs.delete, self.subvolume(name))
+            await call(delete_subvolume, self.subvolume(name))
 
     async def pack(self, name: str, into: Path, held: Iterable[OpenFile] = ()) -> None:
         """A cut's files as one file, the same bytes for the same files.
@@ -213,7 +221,7 @@ def _snapshot(source: Path, folder: Path) -> None:
     new = folder.with_name(f"{folder.name}{_NEW}")
     new.mkdir()
     try:
-        btrfs.snapshot(source, new / folder.name)
+        snapshot_subvolume(source, new / folder.name)
         (new / folder.name).rename(folder)
     finally:
         _remove_new(new)
@@ -221,12 +229,12 @@ def _snapshot(source: Path, folder: Path) -> None:
 
 def _remove_new(folder: Path) -> None:
     for left in folder.iterdir():
-        btrfs.delete(left)
+        delete_subvolume(left)
     folder.rmdir()
 
 
 def _make(folder: Path, disk_bytes: int) -> None:
-    btrfs.create(folder)
+    create_subvolume(folder)
     upper = folder / "upper"
     upper.mkdir()
     os.chown(upper, FIRST_ID, FIRST_ID)
@@ -239,4 +247,4 @@ def _finish(folder: Path, disk_bytes: int) -> None:
     if work.exists():
         shutil.rmtree(work)
     work.mkdir()
-    btrfs.limit(folder, disk_bytes)
+    limit_subvolume(folder, disk_bytes)
