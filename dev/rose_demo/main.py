@@ -22,15 +22,13 @@ from typing import NoReturn
 import msgspec
 
 from rose_core.accounting.breakdown import CostBreakdown, money
-from rose_demo import builds
 from rose_demo.agents import play_on
-from rose_demo.costs import costs, markdown
 from rose_demo.errors import AlreadyRunning, DemoError
 from rose_demo.measure import measure
-from rose_demo.options import Options, parse
+from rose_demo.options import KINDS, SERVING_KIND, Options, parse
 from rose_demo.reaper import Reaper
 from rose_demo.records import Recording
-from rose_demo.report import page, summary
+from rose_demo.report import costs, costs_markdown, page, summary
 from rose_demo.stack import Stack
 from rose_demo.table import Screen
 from rose_demo.trace import read_trace
@@ -54,7 +52,7 @@ def write(recording: Recording, findings: Findings, out: Path) -> None:
     (out / "report.html").write_text(page(recording, findings))
     result = msgspec.json.encode(summary(recording, findings))
     (out / "summary.json").write_bytes(msgspec.json.format(result, indent=1))
-    (out / "costs.md").write_text(markdown(costs(recording, findings.attainments)))
+    (out / "costs.md").write_text(costs_markdown(costs(recording, findings.attainments)))
     (out / "recording.json").write_bytes(msgspec.json.encode(recording))
 
 
@@ -158,7 +156,7 @@ def main(argv: list[str]) -> int:
         read_trace(options.trace)  # before minutes of set-up
         node = Node()
         with only_one(node.place.run.with_suffix(".demo.lock")):
-            for kind in (builds.SERVING, builds.KINDS[options.rollout_engine]):
+            for kind in (SERVING_KIND, KINDS[options.rollout_engine]):
                 kind.environment.install()
             with tempfile.TemporaryDirectory(prefix="rose-demo-") as scratch:
                 return run(options, node, Path(scratch))

@@ -1,17 +1,55 @@
-"""The knobs of ``rose demo``."""
+"""The knobs of ``rose demo``, and the kinds of engine that it can run.
+
+What serves is always SGLang. Rollouts run on SGLang or on vLLM, borrowed and dedicated engines
+alike: with two kinds side by side the bias meter would compare engines instead of lending.
+Next step: ``manifests`` name a build.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_demo.builds import KINDS
 from rose_demo.calibrate import Objective
+from rose_demo.pieces import Build
 from rose_demo.records import Settings
 from rose_demo.trace import BUSY_SHARE, default_trace
+from rose_dev import engine_environment, vllm_environment
+from rose_dev.environments import Environment
 from rose_dev.models import RECIPES
 from rose_wire.flags import above_zero, count, one_or_more, share
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of engine, and where this machine has it.
+
+    Attributes:
+        engine_class: of the chart and of leases.
+        title: for people.
+        environment: that it runs in.
+    """
+
+    engine_class: str
+    title: str
+    environment: Environment
+
+    def build(self) -> Build:
+        """Where this machine has it, whether it is there already or not."""
+        python = self.environment.python()
+        return Build(self.engine_class, self.title, python, python.resolve().parents[1])
+
+
+KINDS: Mapping[str, Kind] = {
+    "sglang": Kind(
+        "sglang-cpu", f"SGLang {engine_environment.SGLANG_VERSION}", engine_environment.ENGINE
+    ),
+    "vllm": Kind("vllm-cpu", f"vLLM {vllm_environment.VLLM_VERSION}", vllm_environment.ENGINE),
+}
+"""By what ``--rollout-engine`` takes."""
+SERVING_KIND = KINDS["sglang"]
 
 
 @dataclass(frozen=True)

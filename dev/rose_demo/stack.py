@@ -25,11 +25,11 @@ from typing import Any
 import msgspec
 
 from rose_core.api.reasons import ConditionType, Reason
-from rose_demo import builds, manifests, placement
+from rose_demo import manifests, placement
 from rose_demo.calibrate import LEAST_OBJECTIVE, Objective
 from rose_demo.errors import AlreadyRunning, SetUpFailed
 from rose_demo.manifests import dedicated
-from rose_demo.options import Options
+from rose_demo.options import KINDS, SERVING_KIND, Options
 from rose_demo.pieces import (
     DEDICATED,
     LEASE,
@@ -384,8 +384,8 @@ class Stack:
             make_named(name) for name in (self.options.serving_model, self.options.rollout_model)
         )
         return Engines(
-            serving_build=builds.SERVING.build(),
-            rollout_build=builds.KINDS[self.options.rollout_engine].build(),
+            serving_build=SERVING_KIND.build(),
+            rollout_build=KINDS[self.options.rollout_engine].build(),
             models=serving.parent,
             serving=serving.name,
             rollout=rollout.name,

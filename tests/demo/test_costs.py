@@ -10,8 +10,8 @@ import pytest
 from rose_core.accounting.breakdown import money
 from rose_core.accounting.late import LateSource
 from rose_core.accounting.ledger import GpuTier
-from rose_demo.costs import costs, late_requests, markdown, section
 from rose_demo.records import Recording
+from rose_demo.report import costs, costs_markdown, costs_section, late_requests
 from rose_demo.statistics import Attainment
 from rose_demo.verdicts import judge
 
@@ -43,7 +43,7 @@ def test_the_bill_is_of_the_time_that_its_tokens_and_steps_are_of(recording: Rec
 def test_the_section_says_each_factor_and_what_it_costs_serving(recording: Recording) -> None:
     found = costs(recording, judge(recording).attainments)
     assert found is not None
-    text = section(found)
+    text = costs_section(found)
     for words in (
         "cost of a correct answer",
         "a million borrowed tokens",
@@ -62,30 +62,30 @@ def test_the_factors_make_the_bill_again_and_say_how_far_off_they_are(recording:
     assert found is not None
     assert found.off_bill is not None
     assert abs(found.off_bill) < 0.01
-    assert f"the bill again: {abs(found.off_bill):.2%} off it" in section(found)
+    assert f"the bill again: {abs(found.off_bill):.2%} off it" in costs_section(found)
 
 
 def test_the_lines_are_a_table_that_a_page_can_hold(recording: Recording) -> None:
     found = costs(recording, judge(recording).attainments)
     assert found is not None
     assert found.factors is not None
-    rows = markdown(found).splitlines()
+    rows = costs_markdown(found).splitlines()
     assert rows[:2] == ["| | figure | |", "|---|---|---|"]
     assert f"| bill | {money(found.bill.total)} | of which the next five |" in rows
     assert {row.count("|") for row in rows} == {4}
-    assert markdown(None) == ""
+    assert costs_markdown(None) == ""
 
 
 def test_what_was_not_recorded_is_unknown(recording: Recording) -> None:
     assert costs(Recording(settings=recording.settings), {}) is None
-    assert "Unknown" in section(None)
+    assert "Unknown" in costs_section(None)
     none = msgspec.structs.replace(
         recording, training=tuple({**one, "correct": 0} for one in recording.training)
     )
     found = costs(none, {})
     assert found is not None
     assert found.factors is None
-    assert "unknown" in section(found)
+    assert "unknown" in costs_section(found)
 
 
 def test_only_what_is_late_beyond_the_withheld_windows_is_lendings() -> None:
