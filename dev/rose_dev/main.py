@@ -17,8 +17,7 @@ from pathlib import Path
 
 from rose_dev import dashboards, prometheus
 from rose_dev.build import build, fetch_kinds
-from rose_dev.dashboards.asking import last
-from rose_dev.dashboards.render import picture
+from rose_dev.dashboards.render import last, picture
 from rose_dev.errors import DevelopmentError
 from rose_dev.gpu.profiles import PROFILES
 from rose_dev.gpu_node.failures import ACTIONS, act

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from rose_dev import prometheus
-from rose_dev.dashboards.asking import ask, filled
 from rose_dev.dashboards.model import Dashboard, text
+from rose_dev.dashboards.render import ask, filled
 from rose_dev.waiting import wait_until
 from rose_wire.ports import free_port
 

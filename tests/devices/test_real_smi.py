@@ -19,8 +19,8 @@ from rose_dev.gpu import library
 from rose_dev.gpu.profiles import PROFILES
 from rose_dev.gpu.state import State
 from rose_dev.gpu.testing import require
+from rose_dev.gpu_node.driver_root import SUITES, unpacked
 from rose_dev.gpu_node.failures import act
-from rose_dev.nvidia_packages import SUITES, unpacked
 
 MIB = 1 << 20
 

@@ -2,7 +2,7 @@
 
 - ``model``: rows, panels and queries, and how they become Grafana's JSON.
 - ``harvested``, ``guard``, ``weights``, ``rewards``, ``processes``: the dashboards.
-- ``render``, ``asking``: a dashboard as SVG, from what a Prometheus holds.
+- ``render``: a dashboard as SVG, from what a Prometheus holds.
 - ``lint``: what a dashboard must keep to; the tests run it over the generated files.
 """
 

@@ -1,8 +1,8 @@
 """A dashboard as one SVG, drawn from what a Prometheus answers to the panels' own queries.
 
 Grafana cannot be had without its makers' builds, so pages that show dashboards show these: the
-panels, places, units and legends of the generated JSON, with Grafana's variables at "all". Pure;
-``asking`` fetches the series.
+panels, places, units and legends of the generated JSON, with Grafana's variables at "all".
+``picture`` is pure; ``last`` asks a Prometheus for the series.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -17,6 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from rose_dev.dashboards.model import Dashboard, text
+from rose_dev.errors import DevelopmentError
 
 _THOUSANDS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 _PARTS = ((1e-3, "ms", 1e3), (1e-6, "µs", 1e6), (0.0, "ns", 1e9))
@@ -34,6 +39,9 @@ _STYLE = (
 )
 
 Json = dict[str, Any]
+# What Grafana fills in.
+FILLED = {"$__rate_interval": "30s", "$__range": "5m", "$job": ".+", "$instance": ".+"}
+_POINTS = 200.0
 
 
 def written(value: float, unit: str) -> str:
@@ -279,3 +287,47 @@ def _legend(found: Sequence[Line], frame: Frame) -> Iterator[str]:
         name = f"{line.name or 'value'}{f' and {more} more' if last else ''}"
         yield f'<rect x="{x:.0f}" y="{y - 8}" width="10" height="3" fill="{colour}"/>'
         yield f'<text x="{x + 15:.0f}" y="{y}" class="s">{escape(name)}</text>'
+
+
+def filled(query: str) -> str:
+    """The query with every variable at "all"."""
+    for name, value in FILLED.items():
+        query = query.replace(name, value)
+    return query
+
+
+def ask(url: str, path: str, **parameters: str) -> list[dict[str, Any]]:
+    """The result of a query of Prometheus' HTTP API.
+
+    Raises:
+        DevelopmentError: nobody answers there, or the query is refused.
+    """
+    where = f"{url.rstrip('/')}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+    try:
+        with urllib.request.urlopen(where, timeout=30) as answer:  # noqa: S310
+            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
+    except urllib.error.HTTPError as error:
+        message = f"Prometheus at {url} refuses the query: {error.read().decode()[:300]}"
+        raise DevelopmentError(message) from error
+    except (OSError, ValueError) as error:
+        message = f"no Prometheus at {url}: {error}; give its address with --prometheus"
+        raise DevelopmentError(message) from error
+    return found
+
+
+def last(url: str, seconds: float) -> Ask:
+    """Asks what a query was in the time up to now."""
+    now = time.time()
+    step = max(seconds / _POINTS, 1.0)
+    span = {"start": f"{now - seconds:.3f}", "end": f"{now:.3f}", "step": f"{step:.3f}"}
+
+    def history(query: str) -> list[Series]:
+        return [_series(item) for item in ask(url, "query_range", query=filled(query), **span)]
+
+    return history
+
+
+def _series(item: dict[str, Any]) -> Series:
+    values = ((float(at), float(value)) for at, value in item["values"])
+    labels = {name: value for name, value in item["metric"].items() if name != "__name__"}
+    return Series(labels, tuple(point for point in values if math.isfinite(point[1])))
