@@ -5,7 +5,7 @@
 | ``crds/*.yaml`` (and the chart's copies) | ``rose_core.api`` |
 | ``docs/api.md`` | the same models, reasons and the allow-list |
 | ``docs/metrics.md`` | every ``metrics.py`` with a ``REGISTRY`` |
-| ``docs/scenario.md`` | the models of the simulator's scenarios |
+| ``docs/scenario.md`` | the models of the simulator's scenarios (``scenario_page``) |
 | ``docs/rights.md`` | ``rose_core.rights``: who may use which verb |
 | ``helm/rose/files/dashboards/*.json`` | ``rose_dev.dashboards`` |
 """
@@ -30,8 +30,7 @@ from rose_core.api.arguments import ALLOWED
 from rose_core.api.crd import KINDS, Kind, definition
 from rose_core.api.reasons import MEANING
 from rose_core.api.schema import structural
-from rose_dev import dashboards
-from rose_simulate.files import fields
+from rose_dev import dashboards, scenario_page
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = Path("helm/rose")
@@ -63,7 +62,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     files = {
         Path("docs/api.md"): api_page(),
         Path("docs/metrics.md"): metrics_page(root),
-        Path("docs/scenario.md"): fields.page(),
+        Path("docs/scenario.md"): scenario_page.page(),
         Path("docs/rights.md"): rights.page(NOTE),
     }
     for kind in KINDS:

@@ -6,7 +6,7 @@ from typing import Annotated
 import pytest
 from pydantic import Field
 
-from rose_simulate.files import fields
+from rose_dev import scenario_page
 from rose_simulate.model.scenarios import fleet_scenario, scenario
 from rose_simulate.model.scenarios.scenario import Strict
 
@@ -18,7 +18,7 @@ def test_every_part_of_a_scenario_has_its_section() -> None:
         for model in vars(module).values()
         if inspect.isclass(model) and issubclass(model, Strict) and model is not Strict
     }
-    assert set(fields.SECTIONS.values()) == parts
+    assert set(scenario_page.SECTIONS.values()) == parts
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_every_part_of_a_scenario_has_its_section() -> None:
     ],
 )
 def test_a_field_is_said_with_its_bounds_and_default(row: str) -> None:
-    assert row in fields.page()
+    assert row in scenario_page.page()
 
 
 def test_a_field_that_nobody_has_described_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,8 +47,8 @@ def test_a_field_that_nobody_has_described_is_refused(monkeypatch: pytest.Monkey
         reported: int = 0
         silent: Annotated[int, Field(ge=1)] = 1
 
-    monkeypatch.setattr(fields, "SECTIONS", {"bare": Bare})
+    monkeypatch.setattr(scenario_page, "SECTIONS", {"bare": Bare})
     with pytest.raises(LookupError, match=r"Bare\.silent is not described"):
-        fields.page()
+        scenario_page.page()
     Bare.__doc__ = (Bare.__doc__ or "").replace("reported:", "silent: too.\n            reported:")
-    assert "| `reported` | integer | `0` | is described, on two lines. |" in fields.page()
+    assert "| `reported` | integer | `0` | is described, on two lines. |" in scenario_page.page()
