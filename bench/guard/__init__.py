@@ -7,6 +7,6 @@
 - ``pace``: which windows are still to run, and how long they take.
 - ``run``: runs them, whatever happens to one; ``run_record``: what is on disk after each.
 - ``results``, ``analysis``: all windows, and what follows from comparing them.
-- ``report``, ``table``, ``run_record``: figures, table, plot.
+- ``report``, ``run_record``: figures and table, plot.
 - ``__main__``: the knobs.
 """

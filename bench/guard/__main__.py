@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from bench.guard import run_record
 from bench.guard.load import LOADS
 from bench.guard.pace import Plan
-from bench.guard.report import MANY, MANY_AT_TAIL, figures
+from bench.guard.report import MANY, MANY_AT_TAIL, figures, table
 from bench.guard.run import measure
 from bench.guard.serving import SERVING
-from bench.guard.table import table
 from bench.guard.windows import CONDITIONS
 from bench.record import FOLDER, log, record
 

@@ -3,15 +3,22 @@
 On a GPU node guard, tap and engine host find a free core when a request arrives. Left to the
 scheduler they wait here behind the prefill that they are to protect, and so does the client that
 measures.
+
+Sessions get a group of their own from the kernel (autogroup, sched(7)), and groups that share a
+core are weighed against each other anew at every sleep and every wake. With a serving engine that
+sleeps hundreds of times a second and a rollout engine that only wants to run, Linux 6.18 let the
+latter wait for half a minute. Two processes that share a GPU meet no such rule, so here all
+processes join one group (``one_group``), in which the kernel weighs threads only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +27,10 @@ import aiohttp
 import psutil
 import yaml
 
-from bench.guard.cores import one_group, pin, stand_aside
 from bench.guard.serving import SERVING, Serving
 from rose_agent.guard.inspection.node_verbs import fetch
+from rose_agent.os.groups import wait_for
+from rose_agent.os.limits import v1_base
 from rose_core.identity import GpuUuid, GrantKey, PodUid, SlotKey, SlotUid
 from rose_core.wire.host import HoldEngine, Holder
 from rose_core.wire.sync import (
@@ -49,6 +57,64 @@ _PATIENCE_SECONDS = 3.0
 _KNOWN_SECONDS = 25.0
 _KNOCK_TOKENS = 100  # long enough for a poll to see it
 _KNOCK_REST_SECONDS = 1.5  # long enough for a poll to see that it is over
+ENGINE_CORE = 0
+_GROUP_SECONDS = 10.0  # for those that the kernel still buries
+
+
+def pin(pid: int) -> None:
+    """Put a process tree with all its threads on the engines' core."""
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error, OSError):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {ENGINE_CORE})
+
+
+def stand_aside() -> None:
+    """Keep this process, and what it starts, off the engines' core where there is another."""
+    others = set(range(os.cpu_count() or 1)) - {ENGINE_CORE}
+    if others:
+        for thread in psutil.Process().threads():
+            os.sched_setaffinity(thread.id, others)
+
+
+@contextlib.contextmanager
+def one_group() -> Iterator[bool]:
+    """Put this process, and what it starts, into one group of the scheduler.
+
+    A task outside the root of the ``cpu`` hierarchy has no group by its session. Without a v1
+    hierarchy that can be written, nothing is changed.
+
+    Yields:
+        Whether it is so.
+    """
+    base = v1_base("cpu")
+    group = base / f"rose-bench-{os.getpid()}" if base is not None else None
+    try:
+        if group is not None:
+            group.mkdir()
+            _join(group)
+    except OSError:
+        group = None
+    try:
+        yield group is not None
+    finally:
+        if group is not None and base is not None:
+            wait_for(lambda: _left(group, base), _GROUP_SECONDS)
+
+
+def _left(group: Path, base: Path) -> bool:
+    """Move everybody out and remove the group; false while the kernel still buries somebody."""
+    for pid in (group / "cgroup.procs").read_text().split():
+        _join(base, int(pid))
+    with contextlib.suppress(OSError):
+        group.rmdir()
+    return not group.exists()
+
+
+def _join(group: Path, pid: int = 0) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        (group / "cgroup.procs").write_text(str(pid or os.getpid()))
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Every window of a run, by load and condition.
 
-Next step: ``report`` turns them into figures, ``table`` into a table.
+Next step: ``report`` turns them into figures and a table.
 """
 
 from __future__ import annotations

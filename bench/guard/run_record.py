@@ -13,9 +13,8 @@ import msgspec
 
 from bench.guard.measured import Window
 from bench.guard.pace import Plan
-from bench.guard.report import figures
+from bench.guard.report import figures, table
 from bench.guard.results import Crash, Results
-from bench.guard.table import table
 from bench.guard.windows import Goal, Solo
 from bench.record import FOLDER, save
 from rose_core.stats import quantile

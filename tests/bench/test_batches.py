@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from bench.batches.__main__ import CONDITIONS, figures
-from bench.batches.lease import TOKENS, judged, line_file
+from bench.batches import CONDITIONS, TOKENS, figures, judged, line_file
 from bench.guard.load import Answer, Arrival
 from bench.guard.measured import Window
 

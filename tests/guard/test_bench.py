@@ -14,11 +14,10 @@ from bench.guard.dialects import VLLM, events_in, tokens_in
 from bench.guard.load import LOADS, Answer, Arrival, Served, schedule
 from bench.guard.measured import Cost, CpuUsage, cpu_usage, strangers
 from bench.guard.pace import hopeless
-from bench.guard.report import figures
+from bench.guard.report import figures, table
 from bench.guard.results import Results
 from bench.guard.run import goal_of
 from bench.guard.run_record import picture
-from bench.guard.table import table
 from bench.guard.windows import CONDITIONS, GUARDED, Goal
 from bench.record import figure
 from tests.guard.made_windows import SOLO, window

@@ -16,9 +16,8 @@ from bench.guard.gates import Profile
 from bench.guard.load import LOADS, Answer, Arrival, Load
 from bench.guard.measured import Window
 from bench.guard.pace import Cell, Pace, Plan, clock
-from bench.guard.report import figures
+from bench.guard.report import figures, table
 from bench.guard.results import Crash, Results
-from bench.guard.table import table
 from bench.guard.windows import Solo
 from bench.record import Report
 

@@ -1,1 +1,0 @@
-"""A batch file on a frozen lease, beside a serving engine under bursts: ``make bench-batches``."""
