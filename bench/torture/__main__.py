@@ -243,21 +243,10 @@ def attempt(world: TortureRig, case: Case) -> CaseOutcome:
 def _fail(world: TortureRig, case: Case) -> str:
     """Arm the process, make it pass the step, look, and bring it back."""
     before = world.weights.version
-    step = case.fault.partition("#")[0]
-    if step == "relay.merged":
-        _fall_behind(world)
-    process = world[case.process]
-    world.restart(case.process, case.fault)
-    if process.alive and not process.stopped and step != "relay.merged":
-        world.publish()
-    if step == "store.opened":
-        world["publisher"].kill()
-        world["publisher"].start()
-        world.asked = False
-    if step == "relay.merged":
-        world.restart("weight-sync")
+    _pass_step(world, case)
     if case.fault.endswith("=full"):
         return "goes on by itself"
+    process, step = world[case.process], case.fault.partition("#")[0]
     until(lambda: not process.alive or process.stopped, f"{case.process} passes {step}")
     served = world.look()
     allowed = served in {before, *world.newest()} or world.same_step(served, before)
@@ -271,6 +260,23 @@ def _fail(world: TortureRig, case: Case) -> str:
     if case.process == "store" and not world["publisher"].alive:
         world.restart("publisher")
     return f"served {served}" if served else "engine down, nothing served"
+
+
+def _pass_step(world: TortureRig, case: Case) -> None:
+    """Start the process with its fault, and have something done that takes it past the step."""
+    step = case.fault.partition("#")[0]
+    if step == "relay.merged":
+        _fall_behind(world)
+    process = world[case.process]
+    world.restart(case.process, case.fault)
+    if process.alive and not process.stopped and step != "relay.merged":
+        world.publish()
+    if step == "store.opened":
+        world["publisher"].kill()
+        world["publisher"].start()
+        world.asked = False
+    if step == "relay.merged":
+        world.restart("weight-sync")
 
 
 def _stand(world: TortureRig, case: Case, before: str) -> None:

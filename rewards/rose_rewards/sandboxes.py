@@ -265,9 +265,7 @@ class _Run:
     spent: float = 0.0  # seconds of the program itself, over all sandboxes
 
     async def verdict(self) -> Scored:
-        if "python" not in self.function.command and not isinstance(self.cases[0], StdinCase):
-            message = f"functions are called in Python, and the command is {self.function.command}"
-            raise WorkerEnded(message)
+        self._check_command()
         began, asked, failed, broke = self.clock(), 0, 0, 0
         problem = "it was not asked yet"
         while failed < self.function.tries:
@@ -294,6 +292,11 @@ class _Run:
             return Scored(0.0, correct=False, seconds=self.spent, reason=reason)
         message = f"sandbox, tried {asked} times: {problem}"
         raise WorkerEnded(message)
+
+    def _check_command(self) -> None:
+        if "python" not in self.function.command and not isinstance(self.cases[0], StdinCase):
+            message = f"functions are called in Python, and the command is {self.function.command}"
+            raise WorkerEnded(message)
 
     async def _is_well(self) -> bool:
         """Whether the host runs a program that does nothing, of Python, which all images have."""

@@ -117,21 +117,7 @@ class Saver:
             box.clock = box.clock.saving()
         box.decision, box.unsaved = decision, ""
         try:
-            _check_moment(box)
-            async with self._folder() as folder:
-                suspends = decision.action is BoundaryAction.SUSPEND
-                if suspends:  # its parts stay where ``resume`` looks for them
-                    kept = self._scratch / box.spec.key
-                    shutil.rmtree(kept, ignore_errors=True)
-                    kept.mkdir()
-                    parts = await self._runtime.suspend(box.handle, kept)
-                else:
-                    parts = await self._cut(box, decision, folder)
-                    _check_moment(box)
-                box.forced = True
-                await self._publish_whole(box, parts, folder)
-                box.forced = False
-            box.clock = box.clock.suspended() if suspends else box.clock.stored()
+            await self._store(box, decision)
         except CannotCheckpoint as error:
             box.unsaved = error.what
             box.clock = box.clock.failed()
@@ -145,14 +131,36 @@ class Saver:
                 box.forced = True
                 await self._resume(box)
             box.clock = box.clock.failed()
-        box.seconds = self._now() - began
+        self._count(box, self._now() - began)
+
+    async def _store(self, box: Box, decision: Decision) -> None:
+        """Cut or suspend, publish what was cut, and move the clock on."""
+        _check_moment(box)
+        async with self._folder() as folder:
+            suspends = decision.action is BoundaryAction.SUSPEND
+            if suspends:  # its parts stay where ``resume`` looks for them
+                kept = self._scratch / box.spec.key
+                shutil.rmtree(kept, ignore_errors=True)
+                kept.mkdir()
+                parts = await self._runtime.suspend(box.handle, kept)
+            else:
+                parts = await self._cut(box, decision, folder)
+                _check_moment(box)
+            box.forced = True
+            await self._publish_whole(box, parts, folder)
+            box.forced = False
+        box.clock = box.clock.suspended() if suspends else box.clock.stored()
+
+    def _count(self, box: Box, seconds: float) -> None:
+        """What the boundary took, for the decisions to come and for the metrics."""
+        box.seconds = seconds
         if box.clock.phase is SandboxPhase.SUSPENDED:
-            self.costs = self.costs.suspended(box.seconds)
+            self.costs = self.costs.suspended(seconds)
         elif not box.unsaved:
-            self.costs = self.costs.saved(box.seconds)
+            self.costs = self.costs.saved(seconds)
         saved = "failed" if box.unsaved else box.decision.action
         metrics.TURNS.labels(saved, box.decision.reason).inc()
-        metrics.CHECKPOINT_SECONDS.inc(box.seconds)
+        metrics.CHECKPOINT_SECONDS.inc(seconds)
 
     async def _publish_whole(self, box: Box, parts: CheckpointParts, folder: Path) -> None:
         try:

@@ -29,6 +29,7 @@ from rose_weights.messages import (
     OpenRequest,
     PartReply,
     PartRequest,
+    PutReply,
     VersionInfo,
 )
 from rose_weights.methods import COMMIT, DESCRIBE, MISSING, OPEN, PART, PUT
@@ -282,11 +283,7 @@ class WeightsWriter:
             answers = promptly(stream, BLOCK_SECONDS, "the store's answer to a block")
             async with contextlib.aclosing(answers):
                 async for answer in answers:
-                    if answer.error:
-                        raise from_text(answer.error) or Incomplete(answer.error)
-                    if answer.name != names[staged]:
-                        message = f"block {names[staged].hex()[:16]} arrived damaged at the store"
-                        raise Incomplete(message)
+                    _check_answer(answer, names[staged])
                     staged += 1
         except Refused as error:
             # A connection lost while we write looks like an internal error to gRPC.
@@ -300,3 +297,17 @@ class WeightsWriter:
             return await rpc.call(
                 self._channel, COMMIT, request, timeout=ANSWER_SECONDS, token=self._token
             )
+
+
+def _check_answer(answer: PutReply, name: bytes) -> None:
+    """Whether the store keeps the block that was sent.
+
+    Raises:
+        Incomplete: it does not, or what it keeps is another one.
+        WeightsError: as the store says.
+    """
+    if answer.error:
+        raise from_text(answer.error) or Incomplete(answer.error)
+    if answer.name != name:
+        message = f"block {name.hex()[:16]} arrived damaged at the store"
+        raise Incomplete(message)
