@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rose_simulate.files.levels import chosen, levels
 from rose_simulate.files.timings import MEDIANS, QUIET
 from rose_simulate.main import main
 from rose_simulate.model.errors import ScenarioError
-from rose_simulate.verbs.calibrate import calibrate
+from rose_simulate.verbs.calibrate import calibrate, chosen, levels
 from rose_simulate.verbs.studies import SCENARIOS
 
 # Medians (permit closed, every thread stopped, first token), milliseconds, and their samples.
