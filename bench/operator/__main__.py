@@ -33,9 +33,9 @@ from bench.operator.processes import Agents, Operator, ended
 from bench.record import Figure, figure, record
 from rose_core.api.crd import KINDS
 from rose_dev.api_client import ApiClient
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
+from rose_dev.cluster.kwok import Kwok
 from rose_dev.errors import StartFailed
-from rose_dev.kwok import Kwok
 from rose_dev.waiting import wait_for_answer
 from rose_operator.kube.api import RESOURCES, ObjectKind
 

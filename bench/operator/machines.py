@@ -15,8 +15,8 @@ from typing import Any
 
 from bench.operator.agents import Replaced
 from bench.operator.fleet import NAMESPACE, Fleet
-from rose_dev import kwok
 from rose_dev.api_client import ApiClient
+from rose_dev.cluster import kwok
 from rose_dev.waiting import wait_for_answer
 from rose_operator.kube.api import RESOURCES, ObjectKind
 from rose_wire.api_server import Resource

@@ -25,7 +25,7 @@ from rose_core.delta import Builder, Manifest, TensorSpec, name_of, table
 from rose_core.delta.bits import Bits
 from rose_core.delta.safetensors import StoredTensor
 from rose_core.identity import WeightVersion
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_engines.tensors.canonical import host_tensors
 from rose_engines.weights.live import commit, digest_live
 from rose_engines.weights.staging import stage

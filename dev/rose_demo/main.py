@@ -33,9 +33,9 @@ from rose_demo.stack import Stack
 from rose_demo.table import Screen
 from rose_demo.trace import read_trace
 from rose_demo.verdicts import Findings, judge
+from rose_dev.cluster.node import Node, require_root
 from rose_dev.environments import SetupFailed
 from rose_dev.errors import DevelopmentError
-from rose_dev.node import Node, require_root
 
 FAILED = 2
 INTERRUPTED = 130

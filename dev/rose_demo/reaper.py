@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from rose_dev.node import Node
+from rose_dev.cluster.node import Node
 
 
 def watch(lines: Iterable[str], clean_up: Callable[[list[int]], None]) -> bool:

@@ -48,11 +48,11 @@ from rose_demo.pieces import (
     Object,
 )
 from rose_demo.receiver import HTTP_PORT
+from rose_dev.cluster.namespaces import marked
+from rose_dev.cluster.node import Node
 from rose_dev.errors import StartFailed
 from rose_dev.image import checkout
 from rose_dev.models import make_named
-from rose_dev.node import Node
-from rose_dev.sandbox import marked
 from rose_dev.waiting import wait_until
 from rose_sandbox.errors import Unavailable
 from rose_sandbox.runtimes.parts import find_parts
@@ -170,7 +170,7 @@ class Stack:
         Raises:
             AlreadyRunning: one does.
         """
-        if self.node.sandbox.alive():
+        if self.node.namespaces.alive():
             message = (
                 "a development cluster is running already and the demo would disturb it; end it "
                 "with `rose dev down`, then try again"

@@ -28,8 +28,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from rose_dev.cluster.parts import cache_root
 from rose_dev.errors import NotSupported
-from rose_dev.parts import cache_root
 from rose_dev.shell import locked, run
 
 IMAGE = "localhost/rose:dev"

@@ -18,11 +18,11 @@ from typing import Any
 
 import yaml
 
-from rose_dev.build import build, downloaded
+from rose_dev.cluster.build import build, downloaded
+from rose_dev.cluster.node import Node
+from rose_dev.cluster.parts import CONTROL_PLANE, cache_root
 from rose_dev.errors import BuildFailed, CommandFailed, DevelopmentError
 from rose_dev.image import write_archive
-from rose_dev.node import Node
-from rose_dev.parts import CONTROL_PLANE, cache_root
 from rose_dev.shell import run
 
 KEDA = "v2.21.0"

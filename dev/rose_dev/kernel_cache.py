@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import rose_core.delta
-from rose_dev.parts import cache_root
+from rose_dev.cluster.parts import cache_root
 
 SOURCES = Path(rose_core.delta.__file__).parent
 _RELEASES = "numba-*"

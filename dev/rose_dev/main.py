@@ -16,16 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rose_dev import dashboards, prometheus
-from rose_dev.build import build, fetch_kinds
+from rose_dev.cluster.build import build, fetch_kinds
+from rose_dev.cluster.gpu_node.failures import ACTIONS, act
+from rose_dev.cluster.gpu_node.starting import DRIVERS, ask_smi, state_of
+from rose_dev.cluster.kwok import ANNOTATION
+from rose_dev.cluster.node import Node, can_run_node
+from rose_dev.cluster.node_packages import install_packages, missing_packages
+from rose_dev.cluster.parts import CONTROL_PLANE, EVERYTHING, find
 from rose_dev.dashboards.render import last, picture
 from rose_dev.errors import DevelopmentError
 from rose_dev.gpu.profiles import PROFILES
-from rose_dev.gpu_node.failures import ACTIONS, act
-from rose_dev.gpu_node.starting import DRIVERS, ask_smi, state_of
-from rose_dev.kwok import ANNOTATION
-from rose_dev.node import Node, can_run_node
-from rose_dev.packages import install_packages, missing_packages
-from rose_dev.parts import CONTROL_PLANE, EVERYTHING, find
 from rose_wire.flags import amount, count
 
 
@@ -124,7 +124,7 @@ def _status(_options: argparse.Namespace) -> int:
         _log(f"cluster: KUBECONFIG={existing}")
         return 0
     node = Node()
-    if not node.sandbox.alive():
+    if not node.namespaces.alive():
         _log("node: absent (rose dev up)")
         return 1
     for name, runs in node.components().items():
@@ -147,7 +147,7 @@ def _kubectl(options: argparse.Namespace) -> int:
 
 def _running() -> Node:
     node = Node()
-    if not node.sandbox.alive():
+    if not node.namespaces.alive():
         message = "there is no node: rose dev up"
         raise DevelopmentError(message)
     return node

@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from rose_dev.cluster.parts import cache_root
 from rose_dev.errors import NotSupported
-from rose_dev.parts import cache_root
 from rose_dev.shell import run
 
 TOOLS = ("prometheus", "promtool")

@@ -34,9 +34,9 @@ from urllib.parse import quote
 
 import yaml
 
-from rose_dev.build import build
+from rose_dev.cluster.build import build
+from rose_dev.cluster.parts import HELM_PART, RELEASE
 from rose_dev.errors import DevelopmentError, ReleaseFailed
-from rose_dev.parts import HELM_PART, RELEASE
 from rose_dev.shell import run, succeeds
 
 ROOT = Path(__file__).resolve().parents[2]

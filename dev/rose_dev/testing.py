@@ -19,13 +19,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from rose_dev import cgroups
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster import cgroups
+from rose_dev.cluster.control_plane import ControlPlane
+from rose_dev.cluster.gpu_node.starting import profile_of
+from rose_dev.cluster.node import Node, require_root
+from rose_dev.cluster.place import CLUSTERS, NodeFolders, place
+from rose_dev.cluster.second_node import SecondNode
 from rose_dev.errors import DevelopmentError, NotSupported
-from rose_dev.gpu_node.starting import profile_of
-from rose_dev.node import Node, require_root
-from rose_dev.place import CLUSTERS, NodeFolders, place
-from rose_dev.second import SecondNode
 
 _TURN_SECONDS = 240.0
 _CLAIMED = 8
@@ -56,7 +56,7 @@ class NodeSession:
         self.node = Node(at)
         self._owner = self.node.place.run / "owner"
         left_behind = self._owner.exists()
-        self.ours = left_behind or not self.node.sandbox.alive()
+        self.ours = left_behind or not self.node.namespaces.alive()
         self._up: int | str | None = _NEVER
         if left_behind:
             self.node.down()
@@ -113,7 +113,7 @@ def second_session(node_session: NodeSession) -> Iterator[SecondNode]:
     """For a node beside it, which lasts: such files run one after the other (``lanes``)."""
     second = node_session.node.second()
     yield second
-    if second.sandbox.alive():
+    if second.namespaces.alive():
         second.down()
 
 
@@ -133,7 +133,7 @@ def gpu_session(node_session: NodeSession) -> NodeSession:
 
 @pytest.fixture
 def gpu_node(gpu_session: NodeSession) -> Node:
-    """The same with eight GPUs behind NVIDIA's own programs (``rose_dev.gpu_node``)."""
+    """The same with eight GPUs behind NVIDIA's own programs (``rose_dev.cluster.gpu_node``)."""
     return with_gpus(gpu_session)
 
 

@@ -30,7 +30,7 @@ from rose_core.wire.sync import (
     SyncRequest,
     WeightSource,
 )
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_engines.node.permit import BadPermit, Permit
 from rose_wire import tls
 from tests.agent.node import POOL, SLOT, FakeOperator, Node

@@ -24,8 +24,8 @@ from rose_agent.signals.reader import DirectReaders
 from rose_core.devices.ownership import AllocatedDevice, Allocation, Proof
 from rose_core.identity import PodUid
 from rose_core.wire.sync import PoolPolicy, ReplicaReport, SyncReply
+from rose_dev.cluster.gpu_node.failures import act
 from rose_dev.gpu.state import State
-from rose_dev.gpu_node.failures import act
 from rose_dev.waiting import until
 from rose_engines.node.rundir import RunDir
 from tests.agent.kubelet import FakeKubelet

@@ -13,7 +13,7 @@ import pytest
 from rose_agent.guard.main import main
 from rose_agent.guard.sync.identity import Identity
 from rose_core.wire.enrolment import EnrolReply, EnrolRequest
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_wire import certificates, tls
 from rose_wire.errors import Refused
 from rose_wire.rpc import Server

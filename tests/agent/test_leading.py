@@ -24,7 +24,7 @@ from rose_core.identity import PodUid
 from rose_core.telemetry.events import Arrived
 from rose_core.wire.leading import LeaderQuestion, LeaderUpdate
 from rose_core.wire.sync import FollowerPod, ReplicaGroup, SyncReply
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_dev.waiting import until
 from rose_wire import rpc, tls
 from rose_wire.errors import Refused, WireError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rose_core.api.crd import KINDS
 from rose_dev.api_client import ApiClient
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_dev.errors import CommandFailed
 from rose_dev.waiting import wait_until_established
 

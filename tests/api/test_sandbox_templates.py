@@ -13,9 +13,9 @@ import pytest
 
 from rose_core.sandboxes.networks import PUBLIC
 from rose_core.sandboxes.templates import read_template
-from rose_dev.build import build
-from rose_dev.control_plane import ControlPlane
-from rose_dev.parts import AGENT_SANDBOX_KINDS, AGENT_SANDBOX_PART
+from rose_dev.cluster.build import build
+from rose_dev.cluster.control_plane import ControlPlane
+from rose_dev.cluster.parts import AGENT_SANDBOX_KINDS, AGENT_SANDBOX_PART
 from rose_dev.waiting import wait_for_answer, wait_until_established
 from rose_sandbox.cluster_templates import GROUP, ClusterTemplates
 from rose_sandbox.errors import NoTemplates, Unavailable, UnknownTemplate

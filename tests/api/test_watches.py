@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_dev.waiting import until
 from rose_wire.api_server import ApiServer, Resource, find_access
 

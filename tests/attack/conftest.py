@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rose_dev.gpu_node.starting import state_of
+from rose_dev.cluster.gpu_node.starting import state_of
 from rose_dev.testing import NodeSession, with_gpus
 from rose_dev.waiting import wait_until
 from tests.attack.installed import EVIL, SECONDS, Installed

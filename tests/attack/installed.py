@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from rose_dev.cluster.node import Node
 from rose_dev.errors import CommandFailed, StartFailed
 from rose_dev.gpu.state import State
-from rose_dev.node import Node
 from rose_dev.waiting import wait_until
 from rose_weights.serve import tenants
 from tests.chart.installation import CHART, RESEARCH, SERVING, SYSTEM, field, secret, seen

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from rose_core.api import EXPLAIN_ANNOTATION
+from rose_dev.cluster.node import Node
 from rose_dev.errors import CommandFailed
-from rose_dev.node import Node
 from rose_dev.waiting import wait_until
 from rose_weights.serve import tenants
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rose_dev.node import Node
+from rose_dev.cluster.node import Node
 
 Object = dict[str, Any]
 OPEN = 8080

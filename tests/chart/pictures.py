@@ -26,8 +26,8 @@ from prometheus_client import start_http_server
 from safetensors.torch import load_file
 
 from rose_dev import dashboards
+from rose_dev.cluster.node import Node
 from rose_dev.dashboards.render import last, picture
-from rose_dev.node import Node
 from rose_trainer import Publisher
 from rose_trainer import metrics as trainer_metrics
 from rose_wire.flags import amount

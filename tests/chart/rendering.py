@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from rose_dev import parts
+from rose_dev.cluster import parts
 from rose_dev.shell import run
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "rose"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rose_dev.node import Node
+from rose_dev.cluster.node import Node
 from rose_dev.waiting import wait_until
 
 _ROUTERS, _RESEARCH = "rose-routers", "research"

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import pytest
 
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_dev.shell import run
 from rose_dev.waiting import wait_until_established
 from tests.chart.rendering import CHART, HELM, Object

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import yaml
 
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_dev.shell import run
 from tests.chart.rendering import CHART, HELM, Object, render
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_dev.errors import CommandFailed
 from tests.chart.rendering import HELM, LENDING, Object, Rendered, render
 

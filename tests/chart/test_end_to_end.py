@@ -14,8 +14,8 @@ import yaml
 from prometheus_client import start_http_server
 
 from rose_dev import dashboards, prometheus
+from rose_dev.cluster.node import Node
 from rose_dev.errors import StartFailed
-from rose_dev.node import Node
 from rose_dev.waiting import wait_until
 from tests.chart.auditing import granted, since, used
 from tests.chart.installation import (

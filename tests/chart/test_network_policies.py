@@ -20,8 +20,8 @@ import pytest
 import yaml
 
 from rose_core.rights import Listener
-from rose_dev.node import Node
-from rose_dev.policies import enforced
+from rose_dev.cluster.node import Node
+from rose_dev.cluster.policies import enforced
 from rose_dev.testing import NodeSession
 from rose_dev.waiting import wait_until
 from tests.chart.installation import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rose_core.telemetry.dialects import samples
-from rose_dev.node import Node
+from rose_dev.cluster.node import Node
 from rose_dev.waiting import wait_until
 from tests.chart.installation import (
     CHART,

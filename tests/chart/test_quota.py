@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rose_dev.node import Node
+from rose_dev.cluster.node import Node
 from rose_dev.waiting import wait_until, wait_until_established
 from tests.api import objects
 from tests.api.objects import changed

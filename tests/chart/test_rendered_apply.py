@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_dev.shell import run
 from rose_operator.errors import ApiRefused
 from rose_operator.kube.api import Api

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rose_core.api import RolloutLease
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_dev.errors import CommandFailed
 from rose_dev.waiting import wait_until
 from rose_operator.apply.routers import deployment

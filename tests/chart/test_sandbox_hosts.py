@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from rose_core.wire.enrolment import lease_digest
+from rose_dev.cluster.node import Node
+from rose_dev.cluster.parts import AGENT_SANDBOX_KINDS
 from rose_dev.errors import CommandFailed
-from rose_dev.node import Node
-from rose_dev.parts import AGENT_SANDBOX_KINDS
 from rose_dev.waiting import wait_until, wait_until_established
 from rose_sandbox.errors import Unavailable
 from rose_sandbox.main import RUNTIMES

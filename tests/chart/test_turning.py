@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rose_dev import parts
-from rose_dev.node import Node
+from rose_dev.cluster import parts
+from rose_dev.cluster.node import Node
 from rose_dev.release import Releaser
 from rose_dev.waiting import wait_until
 from rose_wire import certificates

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from rose_dev.cluster.node import Node
+from rose_dev.cluster.place import NODE_NAME
+from rose_dev.cluster.second_node import SecondNode
 from rose_dev.errors import StartFailed
-from rose_dev.node import Node
-from rose_dev.place import NODE_NAME
-from rose_dev.second import SecondNode
 from rose_dev.waiting import wait_until
 from tests.chart.installation import SECONDS, SERVING, SYSTEM, installation, logs, make_models, seen
 from tests.chart.test_end_to_end import condition, reached

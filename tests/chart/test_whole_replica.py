@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from rose_dev.cluster.node import Node
 from rose_dev.errors import StartFailed
-from rose_dev.node import Node
 from rose_dev.waiting import wait_until
 from tests.chart.installation import (
     HERE,

@@ -16,7 +16,7 @@ from rose_cli.ops.cluster import Cluster
 from rose_cli.ops.errors import CommandError
 from rose_core.api import EXPLAIN_ANNOTATION, RESUME_ANNOTATION, STOP_ANNOTATION, ServingPool
 from rose_dev.api_client import ApiClient
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_operator.kube.api import RESOURCES, ObjectKind
 from rose_wire.api_server import ApiServer
 from rose_wire.errors import StatusError

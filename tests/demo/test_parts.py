@@ -42,8 +42,8 @@ from rose_demo.trace import (
     schedule,
     twice,
 )
+from rose_dev.cluster.node import Node
 from rose_dev.environments import Environment
-from rose_dev.node import Node
 
 SGLANG = Build("sglang-cpu", "SGLang 0", Path("/engine/sglang/bin/python"), Path("/python"))
 VLLM = Build("vllm-cpu", "vLLM 0", Path("/engine/vllm/bin/python"), Path("/other"))

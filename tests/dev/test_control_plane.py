@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_dev.errors import CommandFailed
 
 pytestmark = pytest.mark.cluster

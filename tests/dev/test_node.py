@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rose_dev import cgroups, sandbox
-from rose_dev.node import Node
-from rose_dev.node_init import SYSCTLS
-from rose_dev.place import NodeFolders
+from rose_dev.cluster import cgroups, namespaces
+from rose_dev.cluster.node import Node
+from rose_dev.cluster.node_init import SYSCTLS
+from rose_dev.cluster.place import NodeFolders
 from rose_dev.shell import run
 from rose_dev.testing import NodeSession
 from rose_dev.waiting import wait_until
@@ -81,7 +81,7 @@ def test_a_life_leaves_nothing(ending_session: NodeSession) -> None:
     ready = ["wait", "--namespace=life", "--for=condition=Ready", "pod/web", "--timeout=60s"]
     node.kubectl(*ready, seconds=90)
     wait_until(lambda: answers(node, "web"), "the pod reaches a service by name", seconds=60)
-    served = psutil.Process(node.sandbox.pid("etcd"))
+    served = psutil.Process(node.namespaces.pid("etcd"))
 
     node.up()
     assert served.is_running(), "up on a running node must change nothing"
@@ -97,10 +97,10 @@ def test_a_life_leaves_nothing(ending_session: NodeSession) -> None:
     node.kill("containerd")
     assert not node.healthy()
     # Process 1 cannot end before its frozen children are thawed, which nobody but down does.
-    os.kill(node.sandbox.pid("init"), signal.SIGKILL)
+    os.kill(node.namespaces.pid("init"), signal.SIGKILL)
     node.down()
     assert machine(node.place) == before
-    assert sandbox.marked(node.place) == set()
+    assert namespaces.marked(node.place) == set()
     assert not node.place.run.exists()
     assert not node.place.data.exists()
     node.down()  # once more is fine

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rose_dev import build, cgroups, components, image, main, node_files, parts, policies, shell
-from rose_dev import place as places
-from rose_dev.components import Layout
+from rose_dev import image, main, shell
+from rose_dev.cluster import build, cgroups, components, node_files, parts, policies
+from rose_dev.cluster import place as places
+from rose_dev.cluster.components import Layout
+from rose_dev.cluster.parts import Part
+from rose_dev.cluster.pki import Authority, service_account_keys
+from rose_dev.cluster.place import CLUSTERS, FIRST, SECOND, NodeFolders
 from rose_dev.errors import BuildFailed, CommandFailed, StartFailed
-from rose_dev.parts import Part
-from rose_dev.pki import Authority, service_account_keys
-from rose_dev.place import CLUSTERS, FIRST, SECOND, NodeFolders
 from rose_dev.waiting import until, wait_until
 
 UPSTREAM = """module k8s.io/kubernetes

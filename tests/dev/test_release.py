@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from rose_dev import parts, release
+from rose_dev import release
+from rose_dev.cluster import parts
 from rose_dev.errors import CommandFailed, ReleaseFailed
 from rose_dev.release import Released, Releaser, Source
 from rose_dev.shell import run

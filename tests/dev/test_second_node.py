@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from rose_dev import cgroups, sandbox
-from rose_dev.node import Node
-from rose_dev.place import NODE_NAME
-from rose_dev.second import SecondNode
+from rose_dev.cluster import cgroups, namespaces
+from rose_dev.cluster.node import Node
+from rose_dev.cluster.place import NODE_NAME
+from rose_dev.cluster.second_node import SecondNode
 from rose_dev.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -92,7 +92,7 @@ def test_pods_of_two_nodes_are_one_cluster_and_a_drain_moves_them(
     )
 
     second.down()
-    assert sandbox.marked(second.place) == set()
+    assert namespaces.marked(second.place) == set()
     assert cgroups.trees(second.place.seat.cgroup) == []
     assert not second.place.run.exists()
     assert node.healthy(), "the first node goes on"

@@ -14,7 +14,7 @@ from rose_agent.devices.access import Missing
 from rose_core.api.reasons import ConditionType, Reason
 from rose_core.devices.health import DeviceRefusal
 from rose_core.host_reasons import HostReason
-from rose_dev.gpu_node.failures import ACTIONS
+from rose_dev.cluster.gpu_node.failures import ACTIONS
 from tests.gpu_node.test_modes import MODES
 
 ROOT = Path(__file__).parents[2]

@@ -28,8 +28,8 @@ from rose_agent.errors import MpsError
 from rose_agent.os import kernel
 from rose_agent.os.groups import wait_for
 from rose_core.devices.mps import MpsRefusal
+from rose_dev.cluster.gpu_node.driver_root import unpacked
 from rose_dev.errors import NotSupported
-from rose_dev.gpu_node.driver_root import unpacked
 
 
 def program(driver: int) -> Path:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from rose_dev.cluster.gpu_node.driver_root import SUITES, unpacked
+from rose_dev.cluster.gpu_node.failures import act
 from rose_dev.errors import NotSupported
 from rose_dev.gpu import library
 from rose_dev.gpu.profiles import PROFILES
 from rose_dev.gpu.state import State
 from rose_dev.gpu.testing import require
-from rose_dev.gpu_node.driver_root import SUITES, unpacked
-from rose_dev.gpu_node.failures import act
 
 MIB = 1 << 20
 

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from rose_core import rights
 from rose_core.api.crd import KINDS
 from rose_core.rights import CallerParty, Listener
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_engines.process.exposed_routes import KEY_VARIABLE
 from rose_rewards import keda
 from rose_weights.serve import tenants

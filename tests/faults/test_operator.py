@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from rose_dev.api_client import ApiClient
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_wire.api_server import Resource
 from rose_wire.errors import StatusError, Unavailable
 from tests.api.objects import LEASE, POOL, changed

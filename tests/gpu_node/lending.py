@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
+from rose_dev.cluster.gpu_node.starting import state_of
+from rose_dev.cluster.node import Node
 from rose_dev.errors import CommandFailed, StartFailed
 from rose_dev.gpu.state import State
-from rose_dev.gpu_node.starting import state_of
-from rose_dev.node import Node
 from rose_dev.waiting import wait_until
 from tests.chart.installation import (
     CHART,

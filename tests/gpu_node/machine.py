@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rose_dev.node import Node
+from rose_dev.cluster.node import Node
 
 IMAGE = "localhost/rose:dev"
 COUNT = "import pynvml; pynvml.nvmlInit(); print(pynvml.nvmlDeviceGetCount())"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rose_dev.cluster.node import Node
 from rose_dev.gpu.state import State
-from rose_dev.node import Node
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rose_agent.os.freezers import HOST_LEAF
-from rose_dev.gpu_node.failures import act
+from rose_dev.cluster.gpu_node.failures import act
 from rose_dev.waiting import wait_until
 from tests.chart.installation import SERVING, SYSTEM
 from tests.gpu_node.lending import MARKS, Lending
@@ -313,4 +313,4 @@ def load_kernel_module(lending: Lending) -> None:
     assert guards, "no guard runs on the node"
     for pid, python in guards.values():
         enter = ("nsenter", f"--target={pid}", "--mount", "--")
-        lending.node.sandbox.run([*enter, python, "-c", MODULE])
+        lending.node.namespaces.run([*enter, python, "-c", MODULE])

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rose_dev import image
-from rose_dev.second import SecondNode
+from rose_dev.cluster.second_node import SecondNode
 from rose_dev.shell import run
 from tests.chart.installation import SYSTEM
 from tests.gpu_node.lending import MARKS, USUAL, Lending

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from rose_dev.gpu_node.failures import act
-from rose_dev.gpu_node.starting import ask_smi, state_of
-from rose_dev.node import Node
+from rose_dev.cluster.gpu_node.failures import act
+from rose_dev.cluster.gpu_node.starting import ask_smi, state_of
+from rose_dev.cluster.node import Node
 from rose_dev.waiting import wait_until
 from tests.gpu_node.machine import (
     COUNT,

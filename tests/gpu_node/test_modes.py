@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rose_dev.cluster.gpu_node import files
+from rose_dev.cluster.gpu_node.driver_root import ROOT
 from rose_dev.errors import CommandFailed
-from rose_dev.gpu_node import files
-from rose_dev.gpu_node.driver_root import ROOT
 from tests.chart.installation import SYSTEM
 from tests.gpu_node.lending import MARKS, Lending
 

@@ -12,8 +12,8 @@ from rose_agent.pods.claims import ClaimingPod, KubeletClaims
 from rose_agent.pods.podresources import PodResources
 from rose_core.devices.ownership import Claim, DriverGpu, Proof
 from rose_core.identity import GpuUuid
-from rose_dev.gpu_node.starting import state_of
-from rose_dev.node import Node
+from rose_dev.cluster.gpu_node.starting import state_of
+from rose_dev.cluster.node import Node
 from rose_dev.waiting import until
 from tests.gpu_node.machine import ready, sleeper
 

@@ -17,7 +17,7 @@ import pytest
 
 from rose_agent.os.freezers import HOST_LEAF
 from rose_dev import engine_environment
-from rose_dev.gpu_node.driver_root import ROOT
+from rose_dev.cluster.gpu_node.driver_root import ROOT
 from tests.chart import installation
 from tests.chart.installation import RESEARCH, SYSTEM, field, grant_store, tenants_secret
 from tests.chart.test_end_to_end import condition, publish, turn

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rose_dev.gpu_node import driver_root
-from rose_dev.gpu_node.failures import act
+from rose_dev.cluster.gpu_node import driver_root
+from rose_dev.cluster.gpu_node.failures import act
 from tests.chart.installation import SYSTEM
 from tests.gpu_node.lending import MARKS, USUAL, Lending
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rose_dev.api_client import ApiClient
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from tests.operator.harness import Cluster
 
 

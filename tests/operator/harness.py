@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rose_dev.api_client import ApiClient
-from rose_dev.control_plane import ControlPlane
+from rose_dev.cluster.control_plane import ControlPlane
 from rose_dev.waiting import wait_for_answer
 from rose_operator.kube.api import RESOURCES, ObjectKind
 from rose_wire.api_server import Resource

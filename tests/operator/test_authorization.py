@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rose_core.wire.sync import NoticeRequest, SyncReply, SyncRequest
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_operator.errors import ConfigurationError
 from rose_operator.kube.leader import LeaderLock
 from rose_operator.settings import parse

@@ -13,9 +13,9 @@ import yaml
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from rose_dev.build import build
+from rose_dev.cluster.build import build
+from rose_dev.cluster.parts import CERT_MANAGER_KINDS, CERT_MANAGER_PART
 from rose_dev.errors import CommandFailed
-from rose_dev.parts import CERT_MANAGER_KINDS, CERT_MANAGER_PART
 from rose_dev.waiting import wait_until_established
 from rose_wire import tls
 from tests.chart.rendering import HELM, Object, render

@@ -23,8 +23,8 @@ from rose_core.wire.enrolment import (
     RouterIdentity,
 )
 from rose_core.wire.sync import SyncRequest
-from rose_dev.control_plane import ControlPlane
-from rose_dev.pki import Authority as Maker
+from rose_dev.cluster.control_plane import ControlPlane
+from rose_dev.cluster.pki import Authority as Maker
 from rose_operator.errors import ApiUnavailable, ConfigurationError
 from rose_operator.kube.api import Api
 from rose_operator.settings import parse

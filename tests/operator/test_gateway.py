@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from rose_core.api import RolloutLease
-from rose_dev.parts import GATEWAY_KINDS
+from rose_dev.cluster.parts import GATEWAY_KINDS
 from rose_dev.waiting import wait_until_established
 from rose_operator.apply import routers
 from rose_operator.errors import ConfigurationError

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from rose_core.wire.sync import ReplicaReport
-from rose_dev.kwok import Kwok, nodes
+from rose_dev.cluster.kwok import Kwok, nodes
 from tests.operator.harness import Cluster, OperatorProcess, serving_pod, until
 from tests.operator.stub_agent import StubAgent, replica
 from tests.operator.test_process import Scene

@@ -20,7 +20,7 @@ import pytest
 
 from rose_core.stats import quantile
 from rose_dev import keda
-from rose_dev.node import Node
+from rose_dev.cluster.node import Node
 from rose_dev.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]

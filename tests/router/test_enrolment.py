@@ -19,7 +19,7 @@ from rose_core.api import RolloutLease
 from rose_core.wire.enrolment import EnrolRouterRequest, RouterIdentity
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_core.wire.sync import RouterProof
-from rose_dev.pki import Authority as Maker
+from rose_dev.cluster.pki import Authority as Maker
 from rose_dev.waiting import until
 from rose_operator.kube.api import Api
 from rose_operator.sync.enrolment import NodeAuthority, RouterEnrolment, RouterTrust

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from rose_core.rollouts.transcripts.transcript import StreamEvent
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_dev.waiting import until
 from rose_router import metrics
 from rose_router.engines.connections import Connections

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rose_core.rollouts.capacity.replicas import home_of
 from rose_core.wire.routing import EngineKind, EngineUpdate
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_engines.fake.model import continuation
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer

@@ -25,7 +25,7 @@ from rose_core.rollouts.conversations.message_tree import (
     TurnRange,
 )
 from rose_core.rollouts.transcripts.spans import TokenSpan
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_dev.waiting import until
 from rose_router import metrics
 from rose_router.config import Settings

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_dev.waiting import until
 from rose_router import metrics
 from rose_router.listener import ConnectionLimiter, ConnectionLimits, LimitedConnection

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_weights.errors import Forbidden
 from rose_weights.main import main
 from rose_weights.receive.client import WeightsClient

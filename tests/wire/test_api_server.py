@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_dev.waiting import until
 from rose_wire.api_server import ANSWER_SECONDS, ApiServer, Resource, access_to, find_access
 from rose_wire.errors import NotConfigured, StatusError, Unavailable

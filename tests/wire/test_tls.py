@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rose_dev.pki import Authority
+from rose_dev.cluster.pki import Authority
 from rose_wire import tls
 from rose_wire.errors import Unavailable
 from rose_wire.rpc import Method, Server, call, connect

@@ -7,7 +7,7 @@
 
 A frozen task of v1 ignores even SIGKILL until it is thawed. Standard library only. The engine host
 (``rose_agent.os.groups``), sandboxes (``rose_sandbox.runtimes.processes``) and the development node
-(``rose_dev.cgroups``) build on this what each of them promises.
+(``rose_dev.cluster.cgroups``) build on this what each of them promises.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from rose_dev.cluster.parts import cache_root
 from rose_dev.errors import DevelopmentError, NotSupported
 from rose_dev.gpu import layout
-from rose_dev.parts import cache_root
 
 STATE = "ROSE_NVML_STATE"
 """Environment variable that names the state file to the library."""

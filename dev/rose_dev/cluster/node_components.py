@@ -1,7 +1,7 @@
 """What every node of the development cluster runs: container runtime, kubelet, kube-proxy.
 
 Used by the first node, which runs the control plane besides (``node``), and by the second
-(``second``). Certificates of both come from the first one's folder.
+(``second_node``). Certificates of both come from the first one's folder.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from rose_dev import node_files
-from rose_dev.parts import GPU_NODE, place_of
-from rose_dev.place import NodeFolders
-from rose_dev.sandbox import Sandbox
+from rose_dev.cluster import node_files
+from rose_dev.cluster.namespaces import NodeNamespaces
+from rose_dev.cluster.parts import GPU_NODE, place_of
+from rose_dev.cluster.place import NodeFolders
 from rose_dev.waiting import wait_until
 
 START_SECONDS = 180.0
@@ -60,7 +60,7 @@ def commands(
     }
 
 
-def start_runtime(sandbox: Sandbox, command: list[str]) -> None:
+def start_runtime(namespaces: NodeNamespaces, command: list[str]) -> None:
     """Start containerd and wait until it answers.
 
     Raises:
@@ -68,31 +68,31 @@ def start_runtime(sandbox: Sandbox, command: list[str]) -> None:
     """
 
     def ready() -> bool:
-        sandbox.pid("containerd")
-        return sandbox.succeeds([*_ctr(sandbox), "version"])
+        namespaces.pid("containerd")
+        return namespaces.succeeds([*_ctr(namespaces), "version"])
 
-    sandbox.start("containerd", command)
+    namespaces.start("containerd", command)
     wait_until(ready, "containerd is ready", seconds=START_SECONDS)
 
 
-def load(sandbox: Sandbox, archive: Path) -> None:
+def load(namespaces: NodeNamespaces, archive: Path) -> None:
     """Import a docker archive.
 
     Raises:
         CommandFailed: the runtime refuses it.
     """
-    sandbox.run([*_ctr(sandbox), "images", "import", archive], seconds=180)
+    namespaces.run([*_ctr(namespaces), "images", "import", archive], seconds=180)
 
 
-def load_once(sandbox: Sandbox, archive: Path) -> None:
+def load_once(namespaces: NodeNamespaces, archive: Path) -> None:
     """Import ROSE's image unless the node has just this one."""
-    loaded = sandbox.place.run / "image"
+    loaded = namespaces.place.run / "image"
     if not loaded.exists() or loaded.read_text() != archive.name:
-        load(sandbox, archive)
+        load(namespaces, archive)
         loaded.write_text(archive.name)
 
 
-def _ctr(sandbox: Sandbox) -> list[str]:
-    with_gpus = (sandbox.place.run / "gpus.json").exists()
+def _ctr(namespaces: NodeNamespaces) -> list[str]:
+    with_gpus = (namespaces.place.run / "gpus.json").exists()
     client = str(place_of(CONTAINERD_2).with_name("ctr")) if with_gpus else "ctr"
-    return [client, "--address", str(sandbox.place.containerd), "--namespace", "k8s.io"]
+    return [client, "--address", str(namespaces.place.containerd), "--namespace", "k8s.io"]

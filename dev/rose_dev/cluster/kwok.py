@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rose_dev.build import build
-from rose_dev.control_plane import Child, ControlPlane
-from rose_dev.parts import SCALE
+from rose_dev.cluster.build import build
+from rose_dev.cluster.control_plane import Child, ControlPlane
+from rose_dev.cluster.parts import SCALE
 
 ANNOTATION = "kwok.x-k8s.io/node"
 ZONES = 4

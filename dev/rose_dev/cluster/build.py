@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from rose_dev.errors import BuildFailed, CommandFailed
-from rose_dev.parts import (
+from rose_dev.cluster.parts import (
     AGENT_SANDBOX_KINDS,
     CERT_MANAGER_KINDS,
     EVERYTHING,
@@ -35,6 +34,7 @@ from rose_dev.parts import (
     find,
     place_of,
 )
+from rose_dev.errors import BuildFailed, CommandFailed
 from rose_dev.shell import locked, run
 
 _FLAGS = "-mod=mod -buildvcs=false"

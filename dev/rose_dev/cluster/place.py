@@ -24,7 +24,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from rose_dev.parts import cache_root
+from rose_dev.cluster.parts import cache_root
 
 NODE_NAME = "rose-dev"
 """Of the first node of each cluster, in its API server."""

@@ -1,8 +1,8 @@
 """The node's namespaces and the processes in them.
 
-``Sandbox.open`` starts process 1 (``node_init``) with ``unshare``; ``start`` adds processes with
-``nsenter``. Every process carries a mark in its environment and a process id file, and ends with
-process 1. ``sweep`` finds and ends whatever an earlier run left, whichever way it died.
+``NodeNamespaces.open`` starts process 1 (``node_init``) with ``unshare``; ``start`` adds processes
+with ``nsenter``. Every process carries a mark in its environment and a process id file, and ends
+with process 1. ``sweep`` finds and ends whatever an earlier run left, whichever way it died.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from contextlib import suppress
 from ipaddress import ip_interface
 from pathlib import Path
 
-from rose_dev import cgroups
+from rose_dev.cluster import cgroups
+from rose_dev.cluster.place import MARK, NodeFolders
 from rose_dev.errors import DevelopmentError, StartFailed
-from rose_dev.place import MARK, NodeFolders
 from rose_dev.shell import run, succeeds, tail
 from rose_dev.waiting import wait_until
 
@@ -34,7 +34,7 @@ exec "$@" >>"$log" 2>&1
 """
 
 
-class Sandbox:
+class NodeNamespaces:
     """Namespaces of the node at a place."""
 
     def __init__(self, place: NodeFolders) -> None:
@@ -45,7 +45,7 @@ class Sandbox:
         """Folder of process id files, of the ``unshare`` and ``nsenter`` that wait."""
         return self.place.run / "pids"
 
-    def open(self, beside: Sandbox | None = None) -> None:
+    def open(self, beside: NodeNamespaces | None = None) -> None:
         """Start process 1 and connect the node's network with the machine.
 
         Args:
@@ -58,7 +58,7 @@ class Sandbox:
             folder.mkdir(parents=True, exist_ok=True)
         self.place.run.chmod(0o700)
         flags = ["--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        init = [sys.executable, "-m", "rose_dev.node_init", str(self.place.run)]
+        init = [sys.executable, "-m", "rose_dev.cluster.node_init", str(self.place.run)]
         self._launch(_INIT, ["unshare", *flags, "--propagation", "private", *init])
         ready = self.place.run / "init.ready"
         self._wait(_INIT, ready.exists, "the node's file system")
@@ -181,7 +181,7 @@ class Sandbox:
         # /proc/sys/net shows the network of whoever reads it, so this is the node's own.
         self.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
 
-    def _exchange_routes(self, beside: Sandbox) -> None:
+    def _exchange_routes(self, beside: NodeNamespaces) -> None:
         """Each node's pods, and what is behind the first one, are reached over the link."""
         mine, theirs = self.place.seat, beside.place.seat
         beside.run(["ip", "route", "add", mine.pods, "via", mine.address])

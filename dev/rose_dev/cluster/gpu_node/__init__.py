@@ -3,7 +3,7 @@
 | part | from |
 |---|---|
 | NVML | ``rose_dev.gpu``, a library with NVIDIA's ABI |
-| nvidia-smi, libcuda, MPS | Debian's non-free, two versions (``rose_dev.gpu_node.driver_root``) |
+| nvidia-smi, libcuda, MPS | Debian's non-free, two versions (``driver_root``) |
 | nvidia-ctk, nvidia-container-runtime, its CDI hook, its NRI plugin | Go modules of the toolkit |
 | containerd 2 with CDI and NRI | Go modules |
 | device plugin | ``go/device-plugin``, over the kubelet's own API |

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from rose_dev.place import NodeAddress, NodeFolders
+from rose_dev.cluster.place import NodeAddress, NodeFolders
 
 PAUSE_IMAGE = "localhost/pause:dev"
 

@@ -8,8 +8,8 @@ States of the node, and what leads from one to the next:
 
 ``up`` on a running node only brings its image of ROSE up to date with the checkout; on one with
 other GPUs, on a broken one, and on leftovers of a run that was killed, it clears them away and
-starts anew. Next step: ``Start`` has the order of a start, ``cluster`` what a running one can be
-asked, ``sandbox`` the namespaces and processes.
+starts anew. Next step: ``Start`` has the order of a start, ``kubectl`` what a running one can be
+asked, ``namespaces`` the namespaces and processes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from rose_dev import components, image, kwok, machinery, node_files
-from rose_dev.build import build
-from rose_dev.cluster import COMPONENTS, Cluster
-from rose_dev.components import Layout
-from rose_dev.control_plane import write_certificates
+from rose_dev import image
+from rose_dev.cluster import components, kwok, node_components, node_files
+from rose_dev.cluster.build import build
+from rose_dev.cluster.components import Layout
+from rose_dev.cluster.control_plane import write_certificates
+from rose_dev.cluster.gpu_node import starting as gpu_node
+from rose_dev.cluster.gpu_node.starting import DRIVERS, GpuNode, profile_of
+from rose_dev.cluster.kubectl import COMPONENTS, Cluster
+from rose_dev.cluster.namespaces import NodeNamespaces, sweep
+from rose_dev.cluster.node_packages import install_packages
+from rose_dev.cluster.parts import SCALE, cache_root
+from rose_dev.cluster.pki import Authority
+from rose_dev.cluster.place import NODE_NAME, NodeFolders, place
+from rose_dev.cluster.second_node import SecondNode
 from rose_dev.errors import DevelopmentError, NotSupported, StartFailed
-from rose_dev.gpu_node import starting as gpu_node
-from rose_dev.gpu_node.starting import DRIVERS, GpuNode, profile_of
-from rose_dev.packages import install_packages
-from rose_dev.parts import SCALE, cache_root
-from rose_dev.pki import Authority
-from rose_dev.place import NODE_NAME, NodeFolders, place
-from rose_dev.sandbox import Sandbox, sweep
-from rose_dev.second import SecondNode
 from rose_dev.shell import locked
 from rose_dev.waiting import wait_until
 
@@ -51,9 +52,9 @@ _CLAIMED = 8
 class Start:
     """Starts the node's parts in the order in which they need each other.
 
-    Process 1 with its namespaces (``sandbox``) comes first, then etcd and the API server while the
-    container runtime imports the images, then the rest at once. ``components`` and ``machinery``
-    have the command of each part.
+    Process 1 with its namespaces (``namespaces``) comes first, then etcd and the API server while
+    the container runtime imports the images, then the rest at once. ``components`` and
+    ``node_components`` have the command of each part.
 
     Args:
         cluster: nothing of it runs.
@@ -80,7 +81,7 @@ class Start:
         archives = [image.pause_archive(node_files.PAUSE_IMAGE), image.archive(log)]
         step("images")
         self._gpus = GpuNode(cluster, gpus, driver) if isinstance(gpus, str) else None
-        cluster.sandbox.open()
+        cluster.namespaces.open()
         layout = self._write_files()
         step("namespaces, network, certificates")
         if self._gpus is not None:
@@ -90,14 +91,14 @@ class Start:
         (place.run / "commands.json").write_text(json.dumps(commands))
         with ThreadPoolExecutor(1) as aside:
             imported = aside.submit(self._start_runtime, commands, archives)
-            cluster.sandbox.start("etcd", commands["etcd"])
-            cluster.sandbox.start("kube-apiserver", commands["kube-apiserver"])
+            cluster.namespaces.start("etcd", commands["etcd"])
+            cluster.namespaces.start("kube-apiserver", commands["kube-apiserver"])
             wait_until(self._api_ready, "the API server is ready", seconds=_START_SECONDS)
             step("API server")
             self._start_rest(commands)
             imported.result()
             step("container runtime with images")
-        cluster.sandbox.start("kubelet", commands["kubelet"])
+        cluster.namespaces.start("kubelet", commands["kubelet"])
         cluster.kubectl("apply", "--filename=-", stdin=node_files.dns_objects(place.seat))
         wait_until(cluster.ready, "the node is ready", seconds=_START_SECONDS, why=cluster.faults)
         wait_until(self._has_service_account, "service accounts", seconds=_START_SECONDS)
@@ -115,7 +116,7 @@ class Start:
         layout = Layout(folder, seat.address, 6443, 2379, 2380, services, binaries)
         authority = write_certificates(layout, node_files.api_hosts(seat))
         self._issue_node_certificates(authority, layout.server)
-        machinery.write_files(self._cluster.place, layout.pki)
+        node_components.write_files(self._cluster.place, layout.pki)
         texts = {
             "Corefile": node_files.corefile(seat, layout.pki),
             "audit-policy.yaml": node_files.audit_policy(),
@@ -146,25 +147,25 @@ class Start:
             "kube-controller-manager": components.controller_manager(layout, 10257),
             "kube-scheduler": components.scheduler(layout, 10259),
             "coredns": [str(binaries["coredns"]), "-conf", str(run_directory / "Corefile")],
-            **machinery.commands(
+            **node_components.commands(
                 self._cluster.place, layout.pki, binaries, gpus=self._gpus is not None
             ),
             **(self._gpus.commands() if self._gpus is not None else {}),
         }
 
     def _start_runtime(self, commands: dict[str, list[str]], archives: list[Path]) -> None:
-        machinery.start_runtime(self._cluster.sandbox, commands["containerd"])
+        node_components.start_runtime(self._cluster.namespaces, commands["containerd"])
         pause, rose = archives
-        machinery.load(self._cluster.sandbox, pause)
-        machinery.load_once(self._cluster.sandbox, rose)
+        node_components.load(self._cluster.namespaces, pause)
+        node_components.load_once(self._cluster.namespaces, rose)
 
     def _start_rest(self, commands: dict[str, list[str]]) -> None:
         for name in ("kube-controller-manager", "kube-scheduler", "kube-proxy", "coredns"):
-            self._cluster.sandbox.start(name, commands[name])
+            self._cluster.namespaces.start(name, commands[name])
 
     def _api_ready(self) -> bool:
-        self._cluster.sandbox.pid("etcd")
-        self._cluster.sandbox.pid("kube-apiserver")
+        self._cluster.namespaces.pid("etcd")
+        self._cluster.namespaces.pid("kube-apiserver")
         return self._cluster.agrees("get", "--raw=/readyz")
 
     def _has_service_account(self) -> bool:
@@ -213,8 +214,8 @@ class Node(Cluster):
             install_packages(log)
             if self.healthy() and (gpus is None or _machine(gpus) == profile_of(self)):
                 archive = image.archive(log)
-                for sandbox in self._sandboxes():
-                    machinery.load_once(sandbox, archive)
+                for namespaces in self._all_namespaces():
+                    node_components.load_once(namespaces, archive)
                 log(f"[cluster] runs already; KUBECONFIG={self.kubeconfig}")
                 return
             try:
@@ -241,16 +242,16 @@ class Node(Cluster):
     def components(self) -> dict[str, bool]:
         """Each component's name, and whether it runs."""
         plugins = gpu_node.COMPONENTS if profile_of(self) else ()
-        return {name: self.sandbox.running(name) for name in (*COMPONENTS, *plugins)}
+        return {name: self.namespaces.running(name) for name in (*COMPONENTS, *plugins)}
 
     def kill(self, component: str) -> None:
         """Kill a component as a crash would; ``restart`` brings it back."""
-        self.sandbox.kill(component)
+        self.namespaces.kill(component)
 
     def restart(self, component: str) -> None:
         """Start a component that was killed, with the arguments it had."""
         commands = json.loads((self.place.run / "commands.json").read_text())
-        self.sandbox.start(component, commands[component])
+        self.namespaces.start(component, commands[component])
 
     def load(self, *archives: Path) -> None:
         """Import docker archives, so that pods can use them with ``imagePullPolicy: Never``.
@@ -258,9 +259,9 @@ class Node(Cluster):
         Raises:
             CommandFailed: the runtime refuses one.
         """
-        for sandbox in self._sandboxes():
+        for namespaces in self._all_namespaces():
             for archive in archives:
-                machinery.load(sandbox, archive)
+                node_components.load(namespaces, archive)
 
     def second(self) -> SecondNode:
         """The node beside this one, whether it runs or not."""
@@ -268,11 +269,11 @@ class Node(Cluster):
 
     def add_kwok_nodes(self, count: int) -> None:
         """Stand nodes without machines beside the real one; they last as long as it does."""
-        if not self.sandbox.running("kwok"):
+        if not self.namespaces.running("kwok"):
             rules = self.place.run / "kwok.yaml"
             rules.write_text(kwok.stages())
             binary = build(SCALE)["kwok"]
-            self.sandbox.start("kwok", kwok.command(binary, self.kubeconfig, rules))
+            self.namespaces.start("kwok", kwok.command(binary, self.kubeconfig, rules))
         names = [f"kwok-{number}" for number in range(count)]
         self.kubectl("apply", "--filename=-", stdin=kwok.nodes(names))
         for name in names:
@@ -290,10 +291,10 @@ class Node(Cluster):
             shutil.copytree(self.place.logs, kept)
         return kept
 
-    def _sandboxes(self) -> list[Sandbox]:
+    def _all_namespaces(self) -> list[NodeNamespaces]:
         """Of the nodes that run."""
         second = self.second()
-        return [self.sandbox, *([second.sandbox] if second.sandbox.alive() else [])]
+        return [self.namespaces, *([second.namespaces] if second.namespaces.alive() else [])]
 
     def _lock(self, log: Log) -> AbstractContextManager[None]:
         busy = "[cluster] somebody else brings the node up or down; waiting"

@@ -1,7 +1,7 @@
 """The node's cluster as its administrator sees it: kubectl, helm, the audit log.
 
 Whether any of it runs is not known here. Next step: ``node`` brings it up and down,
-``second`` a node beside it.
+``second_node`` a node beside it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rose_dev.build import build
+from rose_dev.cluster.build import build
+from rose_dev.cluster.namespaces import NodeNamespaces
+from rose_dev.cluster.parts import CONTROL_PLANE, NODE
+from rose_dev.cluster.place import NODE_NAME, NodeFolders
 from rose_dev.errors import CommandFailed
-from rose_dev.parts import CONTROL_PLANE, NODE
-from rose_dev.place import NODE_NAME, NodeFolders
-from rose_dev.sandbox import Sandbox
 from rose_dev.shell import run, succeeds
 
 COMPONENTS = (
@@ -36,12 +36,12 @@ class Cluster:
 
     Attributes:
         place: folders of its first node.
-        sandbox: namespaces and processes of its first node.
+        namespaces: those of its first node, with its processes.
     """
 
     def __init__(self, at: NodeFolders) -> None:
         self.place = at
-        self.sandbox = Sandbox(at)
+        self.namespaces = NodeNamespaces(at)
         self._binaries: dict[str, Path] = {}
 
     @property
@@ -60,9 +60,9 @@ class Cluster:
 
     def faults(self) -> list[str]:
         """What keeps the node from being healthy, for whoever waits in vain."""
-        if not self.kubeconfig.exists() or not self.sandbox.alive():
+        if not self.kubeconfig.exists() or not self.namespaces.alive():
             return ["nothing of it runs"]
-        ended = [f"{name} does not run" for name in COMPONENTS if not self.sandbox.running(name)]
+        ended = [f"{name} does not run" for name in COMPONENTS if not self.namespaces.running(name)]
         return ended or ([] if self.ready() else ["the API server does not call it Ready"])
 
     def ready(self, name: str = NODE_NAME) -> bool:
@@ -79,7 +79,7 @@ class Cluster:
 
     def root(self) -> Path:
         """The node's file system: hostPath volumes are found below it."""
-        return self.sandbox.root()
+        return self.namespaces.root()
 
     def kubectl(
         self, *arguments: str, stdin: str = "", check: bool = True, seconds: float = 60

@@ -4,7 +4,7 @@ Started by ``unshare`` in new mount, network and process namespaces. When it end
 every process of the node, and with the last one its mounts, links and packet filter tables go: that
 is what makes ``rose dev down`` clean whatever happened before.
 
-    python -m rose_dev.node_init RUN_DIRECTORY
+    python -m rose_dev.cluster.node_init RUN_DIRECTORY
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from rose_dev.gpu_node.driver_root import ROOT, STATE_NAME, libraries
-from rose_dev.node_files import PAUSE_IMAGE
-from rose_dev.place import NodeFolders
+from rose_dev.cluster.gpu_node.driver_root import ROOT, STATE_NAME, libraries
+from rose_dev.cluster.node_files import PAUSE_IMAGE
+from rose_dev.cluster.place import NodeFolders
 
 RUNTIME_CLASSES = ("nvidia", "nvidia-cdi")
 """As the GPU operator makes them."""

@@ -20,12 +20,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rose_dev import components
-from rose_dev.build import build
-from rose_dev.components import Layout
+from rose_dev.cluster import components
+from rose_dev.cluster.build import build
+from rose_dev.cluster.components import Layout
+from rose_dev.cluster.parts import CONTROL_PLANE, NODE
+from rose_dev.cluster.pki import Authority, service_account_keys
 from rose_dev.errors import StartFailed
-from rose_dev.parts import CONTROL_PLANE, NODE
-from rose_dev.pki import Authority, service_account_keys
 from rose_dev.shell import ending_with_us, run, succeeds, tail
 from rose_dev.waiting import wait_until
 from rose_wire.ports import free_ports

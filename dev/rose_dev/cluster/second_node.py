@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rose_dev import image, machinery, node_files
-from rose_dev.cluster import Cluster
+from rose_dev import image
+from rose_dev.cluster import node_components, node_files
+from rose_dev.cluster.kubectl import Cluster
+from rose_dev.cluster.namespaces import NodeNamespaces, sweep
+from rose_dev.cluster.node_components import START_SECONDS
 from rose_dev.errors import StartFailed
-from rose_dev.machinery import START_SECONDS
-from rose_dev.sandbox import Sandbox, sweep
 from rose_dev.waiting import wait_until
 
 COMPONENTS = ("containerd", "kubelet", "kube-proxy")
@@ -25,14 +26,14 @@ class SecondNode:
 
     Attributes:
         name: of its Node object.
-        sandbox: its namespaces and processes.
+        namespaces: its own, with its processes.
     """
 
     def __init__(self, first: Cluster) -> None:
         self._first = first
         self.place = first.place.second()
         self.name = self.place.seat.name
-        self.sandbox = Sandbox(self.place)
+        self.namespaces = NodeNamespaces(self.place)
 
     def up(self, *, gpus: int = 8, log: Callable[[str], None] = print) -> None:
         """Start it beside the first, which must run; one that runs stays as it is.
@@ -43,10 +44,10 @@ class SecondNode:
         if not self._first.healthy():
             message = "the first node does not run: rose dev up"
             raise StartFailed(message)
-        if self.sandbox.running("kubelet") and self._ready():
+        if self.namespaces.running("kubelet") and self._ready():
             return
         sweep(self.place)
-        self.sandbox.open(beside=self._first.sandbox)
+        self.namespaces.open(beside=self._first.namespaces)
         self._start(gpus)
         log(f"[cluster] {self.name} is ready")
 
@@ -61,26 +62,26 @@ class SecondNode:
 
     def components(self) -> dict[str, bool]:
         """Each component's name, and whether it runs; empty while there is no second node."""
-        if not self.sandbox.alive():
+        if not self.namespaces.alive():
             return {}
-        return {name: self.sandbox.running(name) for name in COMPONENTS}
+        return {name: self.namespaces.running(name) for name in COMPONENTS}
 
     def root(self) -> Path:
         """Root of the second node's file system, seen from this machine."""
-        return self.sandbox.root()
+        return self.namespaces.root()
 
     def _start(self, gpus: int) -> None:
         pki = self._first.place.run / "control-plane" / "pki"
-        machinery.write_files(self.place, pki)
-        commands = machinery.commands(self.place, pki, self._first.binaries())
-        machinery.start_runtime(self.sandbox, commands["containerd"])
-        machinery.load(self.sandbox, image.pause_archive(node_files.PAUSE_IMAGE))
-        machinery.load_once(self.sandbox, image.archive())
+        node_components.write_files(self.place, pki)
+        commands = node_components.commands(self.place, pki, self._first.binaries())
+        node_components.start_runtime(self.namespaces, commands["containerd"])
+        node_components.load(self.namespaces, image.pause_archive(node_files.PAUSE_IMAGE))
+        node_components.load_once(self.namespaces, image.archive())
         for name in COMPONENTS[1:]:
-            self.sandbox.start(name, commands[name])
+            self.namespaces.start(name, commands[name])
         wait_until(self._ready, f"{self.name} is ready", seconds=START_SECONDS)
         self._first.claim_gpus(self.name, gpus)
 
     def _ready(self) -> bool:
-        self.sandbox.pid("kubelet")
+        self.namespaces.pid("kubelet")
         return self._first.ready(self.name)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rose_dev.build import build
-from rose_dev.node import Node
-from rose_dev.parts import POLICIES
-from rose_dev.place import NODE_NAME
+from rose_dev.cluster.build import build
+from rose_dev.cluster.node import Node
+from rose_dev.cluster.parts import POLICIES
+from rose_dev.cluster.place import NODE_NAME
 from rose_dev.waiting import wait_until
 
 COMPONENT = "kube-router"
@@ -32,7 +32,7 @@ def enforced(node: Node) -> Iterator[None]:
     Raises:
         DevelopmentError: it could not be built, or did not start.
     """
-    if node.sandbox.running(COMPONENT):  # of a test that was killed, on a node that went on
+    if node.namespaces.running(COMPONENT):  # of a test that was killed, on a node that went on
         end(node)
     (binary,) = build(POLICIES).values()
     command = [
@@ -45,9 +45,9 @@ def enforced(node: Node) -> Iterator[None]:
         f"--hostname-override={NODE_NAME}",
         f"--service-cluster-ip-range={node.place.seat.ranges.services}",
     ]
-    node.sandbox.start(COMPONENT, command)
+    node.namespaces.start(COMPONENT, command)
     # The kernel sends each pod one refusal a second: many at once would wait in vain for theirs.
-    node.sandbox.run(["sh", "-c", "echo 0 >/proc/sys/net/ipv4/icmp_ratelimit"])
+    node.namespaces.run(["sh", "-c", "echo 0 >/proc/sys/net/ipv4/icmp_ratelimit"])
     try:
         wait_until(lambda: _there(node), "the packet filter of kube-router", seconds=_SECONDS)
         yield
@@ -61,11 +61,11 @@ def end(node: Node) -> None:
     Raises:
         DevelopmentError: it did not end, or the packet filter could not be written.
     """
-    if node.sandbox.running(COMPONENT):
-        node.sandbox.kill(COMPONENT)
-    text = removal(node.sandbox.run(["iptables-save", "-t", "filter"]))
-    node.sandbox.run(["iptables-restore", "--noflush", "--wait"], stdin=text.encode())
-    node.sandbox.run(["ipset", "destroy"])
+    if node.namespaces.running(COMPONENT):
+        node.namespaces.kill(COMPONENT)
+    text = removal(node.namespaces.run(["iptables-save", "-t", "filter"]))
+    node.namespaces.run(["iptables-restore", "--noflush", "--wait"], stdin=text.encode())
+    node.namespaces.run(["ipset", "destroy"])
 
 
 def removal(saved: str) -> str:
@@ -97,5 +97,5 @@ def _jumps_in(fields: list[str]) -> bool:
 
 
 def _there(node: Node) -> bool:
-    node.sandbox.pid(COMPONENT)  # one that has ended says why
-    return "KUBE-NWPLCY-DEFAULT" in node.sandbox.run(["iptables-save", "-t", "filter"])
+    node.namespaces.pid(COMPONENT)  # one that has ended says why
+    return "KUBE-NWPLCY-DEFAULT" in node.namespaces.run(["iptables-save", "-t", "filter"])

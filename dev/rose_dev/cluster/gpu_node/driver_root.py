@@ -22,11 +22,11 @@ import stat
 import tempfile
 from pathlib import Path
 
+from rose_dev.cluster.parts import cache_root
 from rose_dev.errors import CommandFailed, NotSupported
 from rose_dev.gpu.library import SONAME, library
 from rose_dev.gpu.profiles import PROFILES
 from rose_dev.gpu.state import State
-from rose_dev.parts import cache_root
 from rose_dev.shell import locked, run
 
 PACKAGES = ("libcuda1", "libnvidia-ptxjitcompiler1", "nvidia-smi", "nvidia-cuda-mps")

@@ -10,14 +10,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from rose_dev.build import build
-from rose_dev.cluster import Cluster
+from rose_dev.cluster.build import build
+from rose_dev.cluster.gpu_node import driver_root, files
+from rose_dev.cluster.kubectl import Cluster
+from rose_dev.cluster.parts import GPU_NODE
+from rose_dev.cluster.place import NODE_NAME
 from rose_dev.errors import NotSupported, StartFailed
 from rose_dev.gpu.profiles import PROFILES
 from rose_dev.gpu.state import State
-from rose_dev.gpu_node import driver_root, files
-from rose_dev.parts import GPU_NODE
-from rose_dev.place import NODE_NAME
 from rose_dev.waiting import wait_until
 
 COMPONENTS = ("device-plugin", "dra-driver", "nri-plugin")
@@ -66,7 +66,7 @@ class GpuNode:
         root = self._cluster.root()
         driver = root / driver_root.ROOT.relative_to("/")
         driver_root.lay_out(driver, self.profile, trees).close()
-        self._cluster.sandbox.run(["sh", "-c", files.own_devices(place := self._cluster.place)])
+        self._cluster.namespaces.run(["sh", "-c", files.own_devices(place := self._cluster.place)])
         driver_root.make_device_files(root / "dev", self.profile)
         self._write_specifications(binaries)
         configuration = self._folder / "nvidia-container-runtime"
@@ -82,13 +82,13 @@ class GpuNode:
 
     def _write_specifications(self, binaries: dict[str, Path]) -> None:
         """By NVIDIA's own generator, once for allocated GPUs and once for managers of all."""
-        sandbox = self._cluster.sandbox
+        namespaces = self._cluster.namespaces
         vendor, _, kind = files.MANAGEMENT.partition("/")
         for name, extra in {
             "nvidia": (),
             "management": ("--mode=management", f"--vendor={vendor}", f"--class={kind}"),
         }.items():
-            made = sandbox.run(
+            made = namespaces.run(
                 [
                     *(binaries["nvidia-ctk"], "--quiet", "cdi", "generate", "--format=json"),
                     *(f"--driver-root={driver_root.ROOT}", f"--dev-root={driver_root.ROOT}"),
@@ -131,7 +131,7 @@ class GpuNode:
         """
         cluster = self._cluster
         for name, command in self.commands().items():
-            cluster.sandbox.start(name, command)
+            cluster.namespaces.start(name, command)
         classes = f"{files.runtime_classes()}---\n{files.device_class()}"
         cluster.kubectl("apply", "--filename=-", stdin=classes)
         labels = [f"{key}={value}" for key, value in files.LABELS.items()]
@@ -140,8 +140,8 @@ class GpuNode:
 
     def _offered(self) -> bool:
         for name in COMPONENTS:
-            cluster_sandbox = self._cluster.sandbox
-            cluster_sandbox.pid(name)
+            namespaces = self._cluster.namespaces
+            namespaces.pid(name)
         path = "{.status.allocatable.nvidia\\.com/gpu}"
         allocatable = self._cluster.kubectl("get", "node", NODE_NAME, f"--output=jsonpath={path}")
         devices = "--output=jsonpath={.items[*].spec.devices[*].name}"
@@ -165,7 +165,7 @@ def state_of(cluster: Cluster) -> State:
     Raises:
         StartFailed: there is no node with GPUs.
     """
-    if not profile_of(cluster) or not cluster.sandbox.alive():
+    if not profile_of(cluster) or not cluster.namespaces.alive():
         message = "no node with GPUs runs: rose dev up --gpus h100x8"
         raise StartFailed(message)
     root = cluster.root() / driver_root.ROOT.relative_to("/")
@@ -176,4 +176,4 @@ def ask_smi(cluster: Cluster, *arguments: str) -> str:
     """What NVIDIA's own nvidia-smi says on the node."""
     root = driver_root.ROOT
     program, libraries = root / "usr/bin/nvidia-smi", driver_root.libraries(root)
-    return cluster.sandbox.run(["env", f"LD_LIBRARY_PATH={libraries}", program, *arguments])
+    return cluster.namespaces.run(["env", f"LD_LIBRARY_PATH={libraries}", program, *arguments])
