@@ -16,6 +16,26 @@ Body = dict[str, Any]
 _FEW = {"max_new_tokens": 4}
 _FAR = 100_000
 
+_TALK: Body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 4}
+# Parameter, value, those beside it. In 32 bits each makes an infinity, a zero that divides, or a
+# NaN, and a row of such probabilities is none that a token can be drawn from.
+_WILD: tuple[tuple[str, object, Body], ...] = (
+    ("logit_bias", {"5": 1e39}, {"top_p": 0.9}),
+    ("logit_bias", {"5": -1e39}, {"top_p": 0.9}),
+    ("logit_bias", {"5": 3e38}, {"top_p": 0.9, "temperature": 0.5}),
+    ("logit_bias", {"5": 10**50}, {"top_p": 0.9}),
+    ("repetition_penalty", 1e-38, {"top_p": 0.9}),
+    ("repetition_penalty", 1e-46, {"top_p": 0.9}),
+    ("temperature", 1e39, {"top_p": 0.9, "min_new_tokens": 2}),
+    ("temperature", 10**400, {}),
+    ("top_p", 1e-46, {}),
+    ("top_p", 0, {}),
+    ("min_p", 1e-46, {}),
+    ("min_p", 2, {}),
+    ("frequency_penalty", -1e39, {}),
+    ("presence_penalty", 1e-46, {}),
+)
+
 POISON: dict[str, tuple[str, Body]] = {
     "an id beyond the vocabulary": ("/generate", {"input_ids": [5, _FAR]}),
     "the largest id there is": ("/generate", {"input_ids": [2**31 - 1]}),
@@ -53,6 +73,35 @@ POISON: dict[str, tuple[str, Body]] = {
     "a processor": ("/generate", {"custom_logit_processor": "gASV"}),
     "another engine's host": ("/generate", {"bootstrap_host": "10.0.0.1", "bootstrap_room": 1}),
     "vLLM's words": ("/inference/v1/generate", {"token_ids": [_FAR]}),
+    **{
+        f"{name} of {value}, {others}": (
+            "/generate",
+            {"sampling_params": {**_FEW, **others, name: value}},
+        )
+        for name, value, others in _WILD
+    },
+    "a bias without an end, in a chat": (
+        "/v1/chat/completions",
+        {"input_ids": [5], "max_tokens": 4, "top_p": 0.9, "logit_bias": {"5": 1e39}},
+    ),
+    "a bias without an end, in vLLM's words": (
+        "/inference/v1/generate",
+        {"token_ids": [5], "sampling_params": {"top_p": 0.9, "logit_bias": {"5": 1e39}}},
+    ),
+    "a penalty of nothing, in a chat": (
+        "/v1/chat/completions",
+        {**_TALK, "top_p": 0.9, "repetition_penalty": 1e-38},
+    ),
+    "a temperature without an end, in Anthropic's words": (
+        "/v1/messages",
+        {**_TALK, "temperature": 1e39, "top_p": 0.9},
+    ),
+    "no tokens at all, in Anthropic's words": ("/v1/messages", {**_TALK, "top_p": 1e-46}),
+    "a temperature without an end, in OpenAI's responses": (
+        "/v1/responses",
+        {"input": "go", "temperature": 1e39, "top_p": 0.9},
+    ),
+    "no tokens at all, in OpenAI's responses": ("/v1/responses", {"input": "go", "top_p": 1e-46}),
 }
 
 

@@ -57,6 +57,7 @@ def _switch(vllm: str = "") -> Argument:
 
 
 ROUTED_EXPERTS = "enable-return-routed-experts"
+BY_SEED = "enable-deterministic-inference"
 
 ALLOWED: Mapping[str, Argument] = {
     "attention-backend": _one_of("torch_native", "triton", "flashinfer", "fa3", "intel_amx"),
@@ -66,7 +67,7 @@ ALLOWED: Mapping[str, Argument] = {
     "disable-radix-cache": _switch(vllm="no-enable-prefix-caching"),
     # No 32 bits: an engine's size is told from the files of its weights.
     "dtype": _one_of("auto", "bfloat16", "float16", vllm="dtype"),
-    "enable-deterministic-inference": _switch(),
+    BY_SEED: _switch(),
     "enable-fp32-lm-head": _switch(),
     "enable-mixed-chunk": _switch(),
     # Routing replay: a mixture of experts says which experts each token went through.

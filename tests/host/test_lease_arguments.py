@@ -13,7 +13,7 @@ from rose_agent.host.processes.launchers import EngineOrder
 from rose_core.api import RolloutLease
 from rose_core.api.arguments import ALLOWED, refusals
 from rose_core.api.rolloutlease import LeaseSpec
-from rose_core.rollouts.requests.fields import NOT_IN_VLLM
+from rose_core.rollouts.requests.fields import NOT_BY_SEED, NOT_IN_VLLM
 from rose_core.wire.sync import EngineSpec
 from rose_engines.errors import ArgumentRefused
 from rose_engines.node.rundir import RunDir
@@ -90,3 +90,9 @@ def test_a_host_says_which_parameters_an_engine_of_vllm_refuses(tmp_path: Path) 
     order = EngineOrder(spec, RunDir(tmp_path).slot("s"), tmp_path, Path("python"), 1)
     assert set(LAUNCHERS["vllm-cpu"](order).refuses) == NOT_IN_VLLM
     assert LAUNCHERS["sglang-cpu"](order).refuses == ()
+
+
+def test_a_host_says_that_an_engine_which_samples_by_seed_takes_no_min_p(tmp_path: Path) -> None:
+    spec = EngineSpec("", "m", {"enable-deterministic-inference": "true"})
+    order = EngineOrder(spec, RunDir(tmp_path).slot("s"), tmp_path, Path("python"), 1)
+    assert set(LAUNCHERS["sglang-cpu"](order).refuses) == NOT_BY_SEED == {"min_p"}

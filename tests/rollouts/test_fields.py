@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
@@ -29,6 +30,26 @@ ROUTED = ("return_routed_experts",)
         ("temperature", "hot"),
         ("temperature", float("inf")),
         ("temperature", True),
+        ("temperature", float("nan")),
+        ("temperature", 1e39),
+        ("temperature", 10**400),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_p", 1e-46),
+        ("min_p", -0.1),
+        ("min_p", 1e-46),
+        ("frequency_penalty", -2.1),
+        ("presence_penalty", 1e39),
+        ("presence_penalty", 1e-46),
+        ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 2.1),
+        ("logit_bias", {"3": 1e39}),
+        ("logit_bias", {"3": 0.5, "4": -3e38}),
+        ("logit_bias", {"3": float("nan")}),
+        ("logit_bias", {"3": 10**50}),
+        ("logit_bias", {"3": 1e-46}),
         ("top_k", 0.5),
         ("stop_token_ids", 7),
         ("stop_token_ids", [-1]),
@@ -49,6 +70,29 @@ ROUTED = ("return_routed_experts",)
 def test_a_sampling_parameter_of_another_kind_is_refused_by_name(field: str, value: Any) -> None:  # noqa: ANN401  # JSON
     with pytest.raises(UnsafeTurn, match=rf"sampling_params\.{field}"):
         admitted({field: value}, {})
+
+
+def test_a_number_within_the_samplers_range_is_sent_as_it_is() -> None:
+    sampling: dict[str, Any] = {
+        "temperature": 2e-6,
+        "top_p": 1.0,
+        "min_p": 1,
+        "frequency_penalty": -2.0,
+        "presence_penalty": 2,
+        "repetition_penalty": 0.01,
+        "logit_bias": {"3": -1e9, "4": 100, "5": 0},
+    }
+    assert admitted(sampling, {})[0] == sampling
+
+
+def test_the_ranges_leave_every_sum_and_quotient_of_the_sampler_finite_in_32_bits() -> None:
+    """As SGLang does: a logit by its penalty, the others and a bias added, by temperature."""
+    logit, held, greedy = np.float32(1e6), 2**20, np.float32(1e-6)
+    worst = logit / np.float32(0.01) + np.float32(2) * held + np.float32(2) + np.float32(1e9)
+    admitted({"repetition_penalty": 0.01, "logit_bias": {"1": 1e9}, "temperature": 1e-6}, {})
+    assert np.isfinite(worst / greedy)
+    with pytest.raises(UnsafeTurn):
+        admitted({"logit_bias": {"1": float(np.finfo(np.float32).max)}}, {})
 
 
 @pytest.mark.parametrize(

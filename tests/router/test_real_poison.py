@@ -12,11 +12,12 @@ from bench.fire.poison import poisoned
 from rose_agent.host.memory.sizing import vocabulary
 from rose_core.rollouts.capacity.admission import QueueLimits
 from rose_core.wire.routing import EngineKind
+from rose_dev.engine_environment import is_ready
 from rose_dev.engine_testing import RealEngine, start_engine
 from rose_dev.owners import owner
 from rose_router.config import Settings
 from rose_router.main import running
-from tests.host.real import needed_model
+from tests.router.scripts import RECIPE, folder
 from tests.router.test_real_engines import VERSION, update_of
 
 pytestmark = pytest.mark.engine
@@ -24,8 +25,9 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
-    needed_model()
-    with start_engine(tmp_path_factory.mktemp("poison"), version=VERSION) as started:
+    if not is_ready():
+        pytest.fail("no engine environment; run `make engine`")
+    with start_engine(tmp_path_factory.mktemp("poison"), RECIPE, version=VERSION) as started:
         yield started
 
 
@@ -36,7 +38,8 @@ async def test_no_request_of_the_matrix_ends_an_engine(
     reported = msgspec.structs.replace(
         update_of(engine, "only"), kind=kind, vocabulary=vocabulary(engine.model)
     )
-    settings = Settings(lease="team/grpo", attach_token="secret", queue=QueueLimits(seconds=20))
+    queue = QueueLimits(seconds=20)
+    settings = Settings(lease="team/grpo", attach_token="secret", queue=queue, tokenizer=folder())
     async with (
         aiohttp.ClientSession() as http,
         running(settings) as router,

@@ -12,6 +12,11 @@ to bear. Read off SGLang 0.5.23, whose own checks cover the rest (``SamplingPara
 | ``logprob_start_len`` | an assertion of the scheduler | at least -1 |
 | prompt | KV pages that do not exist | less than the context |
 | a value of another type | wherever it is used first | the type |
+| a number that the sampler computes with | a row of NaN, of which no token is drawn | its range |
+
+Those ranges are SGLang's own where it has one. It has none for a bias, which it adds to a logit,
+and checks in 64 bits what it computes in 32: what divides may be 0 there. A bias of 1e39 ended
+engines on CPU; on a GPU the kernels may answer such a row with an id beyond the vocabulary.
 
 Not every engine takes all of it: those that do not say which parameters they refuse, a turn asks
 with some of them (``asked_with``), and it runs only where none of those is refused.
@@ -23,7 +28,6 @@ leg begins, and ``check_taken`` while it waits.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -42,6 +46,14 @@ _MOST_IDS = 4096  # stop ids, biases: SGLang pads them to a rectangle of the bat
 _MOST_TEXT = 65536  # a grammar; longer ones keep the engine's compiler busy for minutes
 _MOST_TEXTS = 64  # stop strings and patterns, each looked for at every token
 _INT64 = 2**63
+# Smaller ones have fewer digits in the sampler's 32 bits, or none: 1e-46 is 0 there.
+_SMALLEST = 2.0**-126
+# A logit and a bias, by the least temperature that is not greedy (1e-6), are 1e15: far from 3e38,
+# where a number of 32 bits becomes infinite. Masks are written as -1e9 at most.
+_MOST_BIAS = 1e9
+# A logit by it is finite, whatever a model makes; SGLang takes all that are above 0.
+_LEAST_REPETITION = 0.01
+_MOST_TEMPERATURE = 1e6  # all tokens are as likely long before; a mask by an infinite one is NaN
 
 
 class Bounds(msgspec.Struct, frozen=True, gc=False):
@@ -78,8 +90,17 @@ def _whole(low: int, high: int) -> Check:
     return lambda value: type(value) is int and low <= value <= high
 
 
-def _number(value: object) -> bool:
-    return type(value) in {int, float} and math.isfinite(value)  # type: ignore[arg-type]
+def _number(low: float, high: float) -> Check:
+    """A number of a range, infinities and NaN being in none, that 32 bits hold as it is."""
+    return lambda value: (
+        type(value) in {int, float}
+        and low <= value <= high
+        and (not value or abs(value) >= _SMALLEST)
+    )
+
+
+def _ranged(low: float, high: float) -> tuple[Check, str]:
+    return _number(low, high), f"a number from {low:g} to {high:g}"
 
 
 def _flag(value: object) -> bool:
@@ -117,12 +138,15 @@ def _ids(value: object) -> bool:
     )
 
 
+_bearable = _number(-_MOST_BIAS, _MOST_BIAS)
+
+
 def _bias(value: object) -> bool:
     return (
         isinstance(value, dict)
         and len(value) <= _MOST_IDS
         and all(isinstance(key, str) and key.isdecimal() and len(key) < 11 for key in value)
-        and all(map(_number, value.values()))
+        and all(map(_bearable, value.values()))
     )
 
 
@@ -138,22 +162,25 @@ def _small(value: object) -> bool:
 
 _COUNT = (_whole(0, 2**31 - 1), "a whole number of at least 0")
 _SWITCH = (_flag, "true or false")
-_NUMBER = (_number, "a number")
 _GRAMMAR = (_text(_MOST_TEXT), f"text of at most {_MOST_TEXT} characters")
 _STRINGS = (_texts, f"text or a list of at most {_MOST_TEXTS} texts")
 _IDS = (_ids, f"a list of at most {_MOST_IDS} token ids")
 
 _SAMPLING: Mapping[str, tuple[Check, str]] = {
-    **dict.fromkeys(
-        ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"), _NUMBER
-    ),
-    "repetition_penalty": _NUMBER,
+    "temperature": _ranged(0, _MOST_TEMPERATURE),
+    "top_p": (_number(_SMALLEST, 1), "a number above 0, and at most 1"),
+    "min_p": _ranged(0, 1),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), _ranged(-2, 2)),
+    "repetition_penalty": _ranged(_LEAST_REPETITION, 2),
     "top_k": (_whole(-1, 2**31 - 1), "a whole number of at least -1"),
     "max_new_tokens": _COUNT,
     "min_new_tokens": _COUNT,
     "n": _COUNT,
     "stop_token_ids": _IDS,
-    "logit_bias": (_bias, "an object of token ids and numbers"),
+    "logit_bias": (
+        _bias,
+        f"an object of token ids and numbers from {-_MOST_BIAS:g} to {_MOST_BIAS:g}",
+    ),
     "sampling_seed": (_whole(-_INT64, _INT64 - 1), "a whole number of 64 bits"),
     "stream_interval": (_whole(1, 1024), "a whole number from 1 to 1024"),
     **dict.fromkeys(
@@ -217,6 +244,8 @@ _NOT_DRAFTED = frozenset(
 
 NOT_IN_VLLM = frozenset(SOME_REFUSE)
 """What an engine of vLLM refuses; why is said there (``rose_engines.vllm.sampling``)."""
+NOT_BY_SEED = frozenset({"min_p"})
+"""What ends an engine of SGLang that samples by seed (``enable-deterministic-inference``)."""
 
 _GREEDY = 1e-6  # SGLang takes the likeliest token below this temperature
 
@@ -355,7 +384,8 @@ def check_taken(asked: frozenset[str], refused: Sequence[Collection[str]]) -> No
     if found and all(found):
         message = (
             f"{', '.join(sorted(found[0]))}: no engine attached that the turn may run on takes it "
-            "(vLLM does not do the same by it as SGLang); leave it out, or take engines of SGLang"
+            "(vLLM does not do the same by it as SGLang, and deterministic inference takes no "
+            "min_p); leave it out, or take engines of SGLang without enable-deterministic-inference"
         )
         raise UnsafeTurn(message)
 

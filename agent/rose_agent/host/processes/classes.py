@@ -6,10 +6,11 @@ import os
 from dataclasses import replace
 
 from rose_agent.host.processes.launchers import EngineOrder, EngineProgram, Launcher
+from rose_core.api.arguments import BY_SEED
 from rose_core.devices.elastic import FIRST_PERMILLE
 from rose_core.devices.memory import WHOLE
 from rose_core.devices.model_size import WINDOW_PERMILLE
-from rose_core.rollouts.requests.fields import NOT_IN_VLLM
+from rose_core.rollouts.requests.fields import NOT_BY_SEED, NOT_IN_VLLM
 from rose_core.wire.sync import EngineSpec
 from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import command, environment, verifies_drafts
@@ -69,6 +70,11 @@ def _launch(order: EngineOrder) -> Launch:
     )
 
 
+def _refused(order: EngineOrder) -> tuple[str, ...]:
+    """What an engine of SGLang does not take, by its arguments."""
+    return tuple(sorted(NOT_BY_SEED)) if BY_SEED in order.spec.arguments else ()
+
+
 def sglang(order: EngineOrder) -> EngineProgram:
     """Stock SGLang on the GPUs of the grant, with ROSE's plugin and SGLang's memory saver.
 
@@ -103,6 +109,7 @@ def sglang(order: EngineOrder) -> EngineProgram:
         kv_bytes=size.kv,
         kv_bundle=size.kv_bundle,
         drafts=drafts,
+        refuses=_refused(order),
     )
 
 
@@ -119,6 +126,7 @@ def sglang_cpu(order: EngineOrder) -> EngineProgram:
         environment=environment(launch, os.environ),
         ready_path=_READY,
         drafts=drafts,
+        refuses=_refused(order),
     )
 
 
