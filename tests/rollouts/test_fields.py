@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
+from rose_core.rollouts.errors import InvalidTurn, PromptTooLong, UnsafeTurn
 from rose_core.rollouts.requests.fields import (
     MOST_TOP,
     NO_BOUNDS,
@@ -28,23 +28,7 @@ ROUTED = ("return_routed_experts",)
     ("field", "value"),
     [
         ("temperature", "hot"),
-        ("temperature", float("inf")),
         ("temperature", True),
-        ("temperature", float("nan")),
-        ("temperature", 1e39),
-        ("temperature", 10**400),
-        ("temperature", -1),
-        ("top_p", 0),
-        ("top_p", 1.5),
-        ("top_p", 1e-46),
-        ("min_p", -0.1),
-        ("min_p", 1e-46),
-        ("frequency_penalty", -2.1),
-        ("presence_penalty", 1e39),
-        ("presence_penalty", 1e-46),
-        ("repetition_penalty", 1e-38),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", 2.1),
         ("logit_bias", {"3": 1e39}),
         ("logit_bias", {"3": 0.5, "4": -3e38}),
         ("logit_bias", {"3": float("nan")}),
@@ -70,6 +54,36 @@ ROUTED = ("return_routed_experts",)
 def test_a_sampling_parameter_of_another_kind_is_refused_by_name(field: str, value: Any) -> None:  # noqa: ANN401  # JSON
     with pytest.raises(UnsafeTurn, match=rf"sampling_params\.{field}"):
         admitted({field: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", float("inf")),
+        ("temperature", float("nan")),
+        ("temperature", 1e39),
+        ("temperature", 10**400),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_p", 1e-46),
+        ("min_p", -0.1),
+        ("min_p", 1e-46),
+        ("frequency_penalty", -2.1),
+        ("presence_penalty", 1e39),
+        ("presence_penalty", 1e-46),
+        ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 2.1),
+    ],
+)
+def test_a_number_that_the_sampler_cannot_bear_is_refused_as_engines_do(
+    field: str, value: float
+) -> None:
+    """With 400, and not with 422 as what no engine looks at."""
+    with pytest.raises(InvalidTurn, match=rf"sampling_params\.{field}") as refused:
+        admitted({field: value}, {})
+    assert not isinstance(refused.value, UnsafeTurn)
 
 
 def test_a_number_within_the_samplers_range_is_sent_as_it_is() -> None:
@@ -160,7 +174,6 @@ def test_neutral_values_that_an_engine_knows_are_sent_as_they_are() -> None:
         ([1], {"logit_bias": {"2": 1.0, "500": 1.0}}, {}, "logit_bias"),
         ([1], {}, {"token_ids_logprob": [500]}, "token_ids_logprob"),
         ([1], {}, {"top_logprobs_num": 501}, "top_logprobs_num"),
-        ([1] * 64, {}, {}, "context"),
     ],
 )
 def test_what_lies_beyond_the_model_is_refused(
@@ -168,6 +181,12 @@ def test_what_lies_beyond_the_model_is_refused(
 ) -> None:
     with pytest.raises(UnsafeTurn, match=field):
         check_within(prompt, sampling, request_fields, SMALL)
+
+
+def test_a_prompt_without_room_for_an_answer_is_refused_with_both_sizes() -> None:
+    with pytest.raises(PromptTooLong, match=r"maximum context length is 64 tokens") as refused:
+        check_within([1] * 65, {}, {}, SMALL)
+    assert (refused.value.tokens, refused.value.context) == ("65", 64)
 
 
 def test_the_last_token_and_the_last_place_are_within_the_model() -> None:

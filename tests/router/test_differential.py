@@ -129,6 +129,12 @@ def corpus() -> Iterator[Case]:
     yield Case("/v1/messages", {**body, "messages": []})
     endless = "max_tokens may be left out"
     yield Case("/v1/messages", {"messages": [user("Look.")], **greedy}, endless)
+    long: Json = {"messages": [user("Look. " * CONTEXT)], **greedy, "max_tokens": 5}
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        yield Case(path, long)
+        yield Case(path, {**long, "stream": True})
+    yield Case("/v1/completions", {"prompt": [1] * CONTEXT, **greedy})
+    yield Case("/generate", {"input_ids": [1] * CONTEXT})
     for text in ("hello", "Grüße, 世界"):
         yield Case("/tokenize", {"prompt": text})
 

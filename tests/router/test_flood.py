@@ -93,7 +93,7 @@ async def test_a_million_ids_for_every_one_of_four_thousand_answers() -> None:
 
 async def test_prompts_beyond_the_leases_context_are_refused_at_once() -> None:
     async with router("--context-tokens", "4096") as one, aiohttp.ClientSession() as http:
-        assert await statuses(http, one.url, body(5000, 1), 1) == {422: 1}
+        assert await statuses(http, one.url, body(5000, 1), 1) == {400: 1}
         assert one.peak() < LIMIT
 
 

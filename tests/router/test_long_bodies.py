@@ -21,7 +21,7 @@ from aiohttp.test_utils import TestServer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rose_core.rollouts.errors import InvalidTurn, UnsafeTurn
+from rose_core.rollouts.errors import InvalidTurn, PromptTooLong
 from rose_core.rollouts.requests.fields import NO_BOUNDS, Bounds
 from rose_dev.waiting import until
 from rose_router.engines.engine_client import _encoded
@@ -150,9 +150,9 @@ async def test_a_prompt_beyond_the_context_is_refused_when_that_has_come(
     width: int,
 ) -> None:
     raw, bounds = json.dumps({"input_ids": IDS}).encode(), Bounds(context=70_000)
-    refused = r"the prompt has at least 7\d{4} tokens, and the context 70000"
+    refused = r"context length is 70000 tokens. However, your prompt has at least 7\d{4} tokens"
     enough = raw[: 8 * 70_000 + (1 << 16)]
-    with pytest.raises(UnsafeTurn, match=refused):
+    with pytest.raises(PromptTooLong, match=refused):
         shape_of(enough, width, bounds)
     shape_of(raw[: 8 * 69_990], width, bounds)
 

@@ -34,7 +34,7 @@ from typing import Any, cast
 
 import msgspec
 
-from rose_core.rollouts.errors import UnsafeTurn
+from rose_core.rollouts.errors import InvalidTurn, PromptTooLong, UnsafeTurn
 from rose_core.rollouts.requests.shown import shown
 from rose_core.rollouts.requests.splice import REQUEST, SAMPLING, SpliceRow, SpliceRule
 
@@ -200,6 +200,10 @@ _SAMPLING: Mapping[str, tuple[Check, str]] = {
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), _GRAMMAR),
     "watermark": (_small, "an object of plain values"),
 }
+_RANGED = frozenset(
+    {"temperature", "top_p", "min_p", "repetition_penalty"}
+    | {"frequency_penalty", "presence_penalty"}
+)
 # Read by custom processors only, and those are refused (they are code). slime sends
 # ``custom_params`` with every ``top_p`` below 1.
 _UNREAD = frozenset({"custom_params"})
@@ -279,6 +283,7 @@ def admitted(
 
     Raises:
         UnsafeTurn: a field is unknown, or its value is none that an engine bears; names it.
+        InvalidTurn: a number is out of its range; names it.
     """
     return (
         _admitted(sampling, SAMPLING, _SAMPLING, "sampling_params."),
@@ -306,7 +311,9 @@ def _admitted(
             raise UnsafeTurn(message)
         if not rule[0](value):
             message = f"{where}{name}: expected {rule[1]}, got {shown(value)}"
-            raise UnsafeTurn(message)
+            # Engines say 400 to a number out of its range, and clients know it as that.
+            numeric = name in _RANGED and type(value) in {int, float}
+            raise InvalidTurn(message) if numeric else UnsafeTurn(message)
         asked[name] = value
     return asked
 
@@ -329,6 +336,7 @@ def check_within(
 
     Raises:
         UnsafeTurn: they cannot; says what was asked for and what there is.
+        PromptTooLong: the prompt leaves no room for an answer.
     """
     if bounds.drafts:
         _check_drafted(sampling, request)
@@ -344,14 +352,9 @@ def check_within(
 
 
 def check_context(tokens: int, bounds: Bounds, *, at_least: bool = False) -> None:
-    """Raises ``UnsafeTurn`` where a prompt of so many tokens leaves no room for an answer."""
+    """Raises ``PromptTooLong`` where one of so many tokens leaves no room for an answer."""
     if bounds.context and tokens >= bounds.context:
-        count = f"at least {tokens}" if at_least else tokens
-        message = (
-            f"the prompt has {count} tokens, and the context {bounds.context}: it must leave "
-            "room for an answer (spec.contextTokens of the lease)"
-        )
-        raise UnsafeTurn(message)
+        raise PromptTooLong(tokens, bounds.context, at_least=at_least)
 
 
 def asked_with(sampling: Mapping[str, Any], request: Mapping[str, Any]) -> frozenset[str]:

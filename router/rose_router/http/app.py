@@ -23,6 +23,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -32,6 +33,7 @@ from aiohttp.typedefs import Middleware
 from rose_core.rollouts.conversations.message_tree import MessageTree
 from rose_core.rollouts.errors import (
     InvalidTurn,
+    PromptTooLong,
     RolloutError,
     UnknownVersion,
     UnsafeTurn,
@@ -50,8 +52,7 @@ from rose_router.http.admission.bodies import (
 )
 from rose_router.http.admission.memory import MemoryLimiter, limit_of_process
 from rose_router.http.conversations.stored_responses import StoredResponses
-from rose_router.http.replies.message_replies import error_json
-from rose_router.http.replies.response_replies import error_json as response_error_json
+from rose_router.http.replies import message_replies, response_replies
 from rose_router.http.routes import (
     batches,
     branches,
@@ -177,18 +178,7 @@ def error_response(error: Exception, path: str = "") -> web.Response:
     """An exception as callers of a path's dialect understand it."""
     status, reason, retry_after = classify(error)
     metrics.REFUSED.labels(reason).inc()
-    body = {
-        "object": "error",
-        "message": str(error),
-        "type": reason,
-        "param": None,
-        "code": status,
-        "error": {"message": str(error), "type": reason, "param": None, "code": status},
-    }
-    if path.startswith("/v1/messages"):
-        body = error_json(status, str(error), reason)
-    elif path.startswith("/v1/responses"):
-        body = response_error_json(status, str(error), reason)
+    body = _error_json(error, path, status, reason)
     headers = {REASON: reason}
     if retry_after:
         headers["Retry-After"] = str(retry_after)
@@ -198,6 +188,31 @@ def error_response(error: Exception, path: str = "") -> web.Response:
         content_type="application/json",
         headers=headers,
     )
+
+
+def _error_json(error: Exception, path: str, status: int, reason: str) -> dict[str, Any]:
+    """In the words of the path's dialect; of an overlong prompt in those that clients look for."""
+    words = str(error)
+    too_long = error if isinstance(error, PromptTooLong) else None
+    if path.startswith("/v1/messages"):
+        words = message_replies.too_long_words(too_long) if too_long else words
+        return message_replies.error_json(status, words, reason)
+    if path.startswith("/v1/responses"):
+        words = response_replies.too_long_words(too_long) if too_long else words
+        code = response_replies.CONTEXT_EXCEEDED if too_long else reason
+        return response_replies.error_json(status, words, code)
+    inner: dict[str, Any] = {"message": words, "type": reason, "param": None, "code": status}
+    if too_long:
+        if path == "/generate":
+            # SGLang's own, in its dialect.
+            words = (
+                f"The input ({too_long.tokens} tokens) is longer than the model's context length "
+                f"({too_long.context} tokens)."
+            )
+        inner |= {"message": words, "type": "invalid_request_error"}
+        inner["code"] = response_replies.CONTEXT_EXCEEDED
+    outer = {"object": "error", "message": words, "type": reason, "param": None, "code": status}
+    return {**outer, "error": inner}
 
 
 def classify(error: Exception) -> tuple[int, str, int]:

@@ -194,6 +194,7 @@ class Service:
             Conflict: pinned version not announced yet.
             BadRequest: it never will be; duplicate id.
             UnsafeTurn: no engine attached could bear it.
+            PromptTooLong: the prompt leaves no room for an answer.
             Overloaded: draining.
         """
         if self.draining:
@@ -276,6 +277,7 @@ class Service:
         Raises:
             Busy: they do not fit into the queue.
             UnsafeTurn: no engine attached could bear one of them.
+            PromptTooLong: a prompt leaves no room for an answer.
         """
         self.queue.check_room(requests[0].job, len(requests))
         if len(requests) == 1:

@@ -254,6 +254,7 @@ class Turn(msgspec.Struct, eq=False):
 
         Raises:
             UnsafeTurn: it would.
+            PromptTooLong: the prompt leaves no room for an answer.
         """
         if bounds != self.checked:
             request = self.request

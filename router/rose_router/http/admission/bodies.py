@@ -345,7 +345,7 @@ class BodyShape:
 
         Raises:
             TooLarge: there are more lists, objects and fields than any request needs.
-            UnsafeTurn: a prompt is longer than the context.
+            PromptTooLong: a prompt is longer than the context.
         """
         # Escapes become blanks of the same length: a quote that is left begins or ends a text.
         plain = (self._half + piece).replace(rb"\\", b"  ").replace(rb"\"", b"  ")

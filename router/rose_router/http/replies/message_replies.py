@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rose_core.rollouts.errors import PromptTooLong
 from rose_router.http.conversations.conversation import Message
 from rose_router.http.replies.model_output import Beside, ModelOutput, OutputReader, Part
 from rose_router.http.replies.parts import cut_short
@@ -33,6 +34,11 @@ def error_json(status: int, message: str, reason: str) -> dict[str, Any]:
     """An error as its clients expect it."""
     kind = ERRORS.get(status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": message, "reason": reason}}
+
+
+def too_long_words(error: PromptTooLong) -> str:
+    """What Anthropic says of such a prompt, by which its clients know that they must condense."""
+    return f"prompt is too long: {error.tokens} tokens > {error.context - 1} maximum"
 
 
 class MessageReplies:

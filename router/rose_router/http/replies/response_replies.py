@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
+from rose_core.rollouts.errors import PromptTooLong
 from rose_router.http.conversations.conversation import Message
 from rose_router.http.dialects.responses import CUSTOM_INPUT, ReadResponses
 from rose_router.http.replies.model_output import Beside, ModelOutput, OutputReader, Part, Piece
@@ -40,6 +41,39 @@ def error_json(status: int, message: str, reason: str) -> Event:
     """An error as its clients expect it; ``code`` is the router's closed word."""
     kind = ERRORS.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": None, "code": reason}}
+
+
+CONTEXT_EXCEEDED = "context_length_exceeded"
+"""OpenAI's code of a prompt that leaves no room for an answer, by which clients know it."""
+
+
+def too_long_words(error: PromptTooLong) -> str:
+    """What OpenAI says of such an input."""
+    return f"Your input exceeds the context window of this model. {error}"
+
+
+def too_long_events(
+    model: str, read: ReadResponses, identity: str, error: PromptTooLong
+) -> list[Event]:
+    """A stream that ends before it has begun: OpenAI answers 200 there, and clients look in it.
+
+    Args:
+        model: name to show.
+        read: the request.
+        identity: of the response.
+        error: why.
+    """
+    begun = _response_json(model, read, identity, "in_progress", created=int(time.time()))
+    words = too_long_words(error)
+    failed = {**begun, "status": "failed"}
+    failed["error"] = {"code": CONTEXT_EXCEEDED, "message": words}
+    told = error_json(400, words, CONTEXT_EXCEEDED)
+    return [
+        {"type": "response.created", "sequence_number": 0, "response": begun},
+        {"type": "response.in_progress", "sequence_number": 1, "response": begun},
+        {"type": "error", "sequence_number": 2, **told},
+        {"type": "response.failed", "sequence_number": 3, "response": failed},
+    ]
 
 
 class ResponseReplies:
@@ -208,40 +242,54 @@ class ResponseReplies:
         return made
 
     def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
-        asked, turn = self._read.asked, self._turn
-        prompt, made = len(turn.request.prompt), turn.held
-        reasoning = asked.reasoning.effort if asked.reasoning else None
-        return {
-            "id": self._identity,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "model": self._model,
-            "output": items,
-            "parallel_tool_calls": True,
-            "previous_response_id": asked.previous_response_id,
-            "reasoning": {"effort": reasoning, "summary": None},
-            "store": asked.store is not False,
-            "temperature": asked.temperature,
-            "text": msgspec.to_builtins(asked.text) if asked.text else {"format": {"type": "text"}},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": self._read.tools,
-            "top_p": asked.top_p,
-            "truncation": "disabled",
-            "usage": {
-                "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": made,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": prompt + made,
-            },
-            **self._beside(),
-        }
+        tokens = len(self._turn.request.prompt), self._turn.held
+        common = self._model, self._read, self._identity, status
+        made = _response_json(*common, created=self._created, output=items, tokens=tokens)
+        return made | self._beside()
+
+
+def _response_json(
+    model: str,
+    read: ReadResponses,
+    identity: str,
+    status: str,
+    *,
+    created: int,
+    output: Sequence[dict[str, Any]] = (),
+    tokens: tuple[int, int] = (0, 0),
+) -> dict[str, Any]:
+    asked, (prompt, made) = read.asked, tokens
+    reasoning = asked.reasoning.effort if asked.reasoning else None
+    return {
+        "id": identity,
+        "object": "response",
+        "created_at": created,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata or {},
+        "model": model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "previous_response_id": asked.previous_response_id,
+        "reasoning": {"effort": reasoning, "summary": None},
+        "store": asked.store is not False,
+        "temperature": asked.temperature,
+        "text": msgspec.to_builtins(asked.text) if asked.text else {"format": {"type": "text"}},
+        "tool_choice": asked.tool_choice or "auto",
+        "tools": read.tools,
+        "top_p": asked.top_p,
+        "truncation": "disabled",
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + made,
+        },
+    }
 
 
 def _part(part: Part, text: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from rose_core.rollouts.conversations.message_tree import KnownDigests, MessageTree, PrefixMatch
-from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.errors import InvalidTurn, PromptTooLong
 from rose_router import metrics
 from rose_router.engines.engine_client import MOST_IDS, encoded_ids
 from rose_router.errors import BadRequest, Forbidden, TurnLost
@@ -34,7 +34,7 @@ from rose_router.http.conversations.stored_responses import StoredResponses
 from rose_router.http.dialects import chat, completions, messages, responses, sglang, vllm
 from rose_router.http.dialects.common import Hints, encoded, token_ids
 from rose_router.http.dialects.terms import ParsedRequest
-from rose_router.http.replies import parts
+from rose_router.http.replies import parts, response_replies
 from rose_router.http.replies.bare_reply import JsonReply
 from rose_router.http.replies.chat_replies import ChatReplies
 from rose_router.http.replies.completion_replies import CompletionReplies
@@ -198,11 +198,19 @@ class TurnHandlers:
         before = self._stored.find(job, previous) if previous else ()
         read = await self._off_loop(request, partial(responses.read, body, before))
         ask = await self._read_chat(request, read.chat)
-        with self._turns(request, ask) as (turn,):
+        identity = f"resp_{secrets.token_hex(16)}"  # nobody else's can be guessed
+        model = self._service.settings.model
+        try:
+            held = self._turns(request, ask)
+        except PromptTooLong as error:
+            if not ask.stream:
+                raise
+            metrics.REFUSED.labels(type(error).__name__).inc()
+            events = response_replies.too_long_events(model, read, identity, error)
+            return web.Response(body=NAMED.lines(events), content_type="text/event-stream")
+        with held as (turn,):
             reader = OutputReader(turn, tokenizer, read.chat)
             beside = partial(parts.conversation_json, turn, ask, read.not_shown)
-            identity = f"resp_{secrets.token_hex(16)}"  # nobody else's can be guessed
-            model = self._service.settings.model
             answering = ResponseReplies(model, read, identity, turn, reader=reader, beside=beside)
             reply = await self._agent(request, ask, turn, answering)
             if read.asked.store is not False and turn.is_over and not turn.abandoned:
