@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from rose_agent.guard.slots.hold import Calls, ConfirmedHold, Hold
+from rose_core.guard.ladder import LadderLimits
 from rose_core.wire.host import Accepted
 from rose_wire.errors import Unavailable
 
@@ -78,6 +80,38 @@ async def test_the_reaction_to_a_request_is_told_from_its_arrival() -> None:
     (stopped,) = host.stopped
     assert (stopped.arrival_ns, stopped.paused_us, stopped.turns) == (1, PAUSED_US, TURNS)
     assert stopped.after_ns == stopped.confirmed_ns - 1
+
+
+async def test_a_stop_that_outlasts_its_request_counts_for_as_long_as_it_was_waited_for() -> None:
+    host = Host()
+    arrived_ns = time.monotonic_ns()
+    host.hold.order(hold=True, arrival_ns=arrived_ns)
+    await turns()
+    host.hold.order(hold=False)
+    (stopped,) = host.stopped
+    assert (stopped.arrival_ns, stopped.answered, stopped.turns) == (arrived_ns, False, None)
+    assert 0 < stopped.after_ns <= LadderLimits().hold_ns
+
+
+async def test_a_stop_that_the_guard_had_to_make_itself_counts_as_its_patience() -> None:
+    host = Host()
+    host.hold.order(hold=True, arrival_ns=1)
+    await turns()
+    host.hold.order(hold=False)
+    assert [one.after_ns for one in host.stopped] == [LadderLimits().hold_ns]
+
+
+async def test_a_stop_that_was_answered_or_that_the_list_shows_is_not_given_up() -> None:
+    host = Host()
+    host.hold.order(hold=True, arrival_ns=1)
+    await host.answer()
+    host.hold.order(hold=False)
+    await host.answer()
+    host.hold.order(hold=True, arrival_ns=2)
+    await host.answer(Unavailable("gone"))
+    host.hold.believe(held=True, asked_ns=1 << 62)
+    host.hold.order(hold=False)
+    assert [(one.arrival_ns, one.answered) for one in host.stopped] == [(1, True)]
 
 
 async def test_what_a_new_host_confirms_is_no_reaction_to_the_request_of_before() -> None:

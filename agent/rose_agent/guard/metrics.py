@@ -17,7 +17,8 @@ CLOSE_SECONDS = Histogram(
 )
 STOP_SECONDS = Histogram(
     "rose_guard_arrival_to_stop_seconds",
-    "From a request's first segment to the engine host's report that every thread stands still.",
+    "From a request's first segment to the engine host's report that every thread stands still; to "
+    "the gate that opened again, where that came first.",
     buckets=_FAST,
     registry=REGISTRY,
 )

@@ -3,11 +3,13 @@
 The guard repeats an order until it sees the effect. A repetition that comes while the call before
 it is still unanswered starts nothing. A hold is the one kind of call that a change of mind cancels:
 the host answers a hold only once every thread stands still, which may take long on a busy core. The
-guard does not wait for that.
+guard does not wait for that. A stop that takes longer than the request it was for counts all the
+same, as long as it was waited for: those are the longest ones, and the certificate learns of them.
 
 | state | seen | next | call |
 |---|---|---|---|
 | any | an order for the other side | Asked | the unanswered call is cancelled, a new one made |
+| the same, of a hold for a request | | | its stop is reported as not answered |
 | Asked | the answer to what is wanted now | Confirmed | |
 | Asked | the call failed | Asked | made again at the next order |
 | any, no call under way | the host's list, newer than the last answer | Confirmed: as listed | |
@@ -24,6 +26,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from rose_core.guard.ladder import LadderLimits
 from rose_core.wire.host import Accepted
 from rose_wire.errors import WireError
 
@@ -80,12 +83,16 @@ class ConfirmedHold:
         confirmed_ns: when the answer came.
         paused_us: how long the host took until every thread stood still, microseconds.
         turns: of the engine, under way when the hold was asked for; None = the host did not say.
+        answered: False: the gate opened again at ``confirmed_ns``, and no answer had come. Of a
+            hold that was late for the guard (``LadderLimits.hold_ns``) it is that much: by then
+            the guard has frozen the engine itself.
     """
 
     arrival_ns: int
     confirmed_ns: int
     paused_us: int
     turns: int | None = None
+    answered: bool = True
 
     @property
     def after_ns(self) -> int:
@@ -99,7 +106,7 @@ class Hold:
     Args:
         calls: the slot's calls.
         ask: asks the host to hold (True) or to let go. Raises ``WireError``.
-        on_stop: called when a hold that a request has caused is confirmed.
+        on_stop: called when a hold that a request has caused is confirmed, or given up.
 
     Attributes:
         confirmed: the host holds the engine (True) or does not (False); None = not known.
@@ -125,6 +132,7 @@ class Hold:
     def order(self, *, hold: bool, arrival_ns: int = 0) -> None:
         """Hold the engine, or let go; ``arrival_ns`` is the request that caused it, 0 = none."""
         if self._wanted is not hold:
+            self._give_up()
             self._wanted, self._arrival_ns, self.confirmed = hold, arrival_ns, None
             self._calls.cancel(_KIND)
         self._calls.start(_KIND, self._until_confirmed)
@@ -133,10 +141,18 @@ class Hold:
         """Take the state in the host's list, if it was asked for after the last answer."""
         if not self._calls.is_under_way(_KIND) and asked_ns > self._answered_ns:
             self.confirmed = self._wanted = held
+            self._arrival_ns = 0  # whenever it came to that, it was before the list
 
     def forget(self) -> None:
         """Ask again before believing anything: the host may be another one."""
         self.confirmed = None
+
+    def _give_up(self) -> None:
+        """Report the stop that was ordered for a request, where no answer has come of it."""
+        if self._wanted and self._arrival_ns:
+            latest_ns = self._arrival_ns + LadderLimits().hold_ns
+            until_ns = min(time.monotonic_ns(), latest_ns)
+            self._on_stop(ConfirmedHold(self._arrival_ns, until_ns, 0, answered=False))
 
     async def _until_confirmed(self) -> None:
         while self._wanted is not None and self.confirmed is not self._wanted:

@@ -171,7 +171,7 @@ class History:
         )
 
     def note_stop(self, stopped: ConfirmedHold) -> None:
-        """Note a hold that a request caused and the host has confirmed."""
+        """Note a hold that a request caused, confirmed by the host or given up."""
         metrics.STOP_SECONDS.observe(stopped.after_ns / 1e9)
         self._recorder.note(
             stopped.confirmed_ns,
@@ -180,6 +180,7 @@ class History:
             arrival=stopped.arrival_ns,
             after_ns=stopped.after_ns,
             paused_us=stopped.paused_us,
+            answered=stopped.answered,
         )
 
     def note_order(self, action: SlotAction, now_ns: int) -> None:
