@@ -263,6 +263,19 @@ def test_a_newcomer_finds_the_files_that_contributing_names() -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+INTERVAL = re.compile(r"\d[\d.]* \[[\d.]+, [\d.]+\]")
+
+
+def test_each_interval_of_the_claims_stands_on_a_page_that_its_row_names() -> None:
+    docs = ROOT / "docs"
+    rows = [row for row in (docs / "claims.md").read_text().splitlines() if row.startswith("|")]
+    claimed = [(row, one) for row in rows for one in INTERVAL.findall(row)]
+    assert len(claimed) > 10
+    for row, interval in claimed:
+        pages = [docs / link for link in re.findall(r"\]\(([^)#]+)", row)]
+        assert any(interval in page.read_text() for page in pages), f"{interval} of: {row}"
+
+
 PROOF = re.compile(r"`(tests/[\w/]+(?:\.py)?)(?:::(\w+))?`")
 
 
