@@ -63,9 +63,8 @@ tap: venv  ## the program by which the tap counts tokens in the kernel (cached c
 
 # Set-up side by side: one compiles while the other downloads.
 demo: venv  ## the main job on real parts; ARGS=--help lists the knobs
-	@$(MAKE) --no-print-directory -j 2 engine cluster
-	@$(MAKE) --no-print-directory sandbox
-	@$(MAKE) --no-print-directory tap
+	@$(MAKE) --no-print-directory -j 3 engine cluster sandbox
+	@$(MAKE) --no-print-directory tap  # its compiler is the sandboxes'
 	@$(BIN)/rose demo $(ARGS)
 
 # Whoever tests everything tests on a machine of unknown load: what fails is tried once more, and the names of what was stand

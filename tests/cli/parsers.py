@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from functools import cache
-from unittest import mock
+
+import pytest
 
 from rose_agent.guard.inspection.node_verbs import LOOKS
 from rose_cli.main import SUBVERBS, VERBS, main
@@ -34,7 +35,8 @@ def _made(words: Words) -> argparse.ArgumentParser:
             return whole(self, args, namespace)
         raise _Made(self)
 
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", capture):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", capture)
         try:
             main(list(words))
         except _Made as made:

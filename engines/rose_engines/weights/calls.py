@@ -23,15 +23,19 @@ Where an engine holds adapters of several runs, a call says which run it is for.
 
 from __future__ import annotations
 
+import socket
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from rose_core.rollouts.engines.kv_store import PoolCounts
+from rose_core.unreadable import UNREADABLE
 
 LENGTH = struct.Struct("<I")
 LARGEST = 1 << 20
+"""Bytes of a body at most: messages name files, they carry none."""
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
@@ -334,10 +338,33 @@ def read_call(read: Callable[[int], bytes]) -> Call | None:
     Raises:
         ValueError: the frame is too long or is no call.
     """
+    body = _read_body(read)
+    return None if body is None else calls.decode(body)
+
+
+def ask(control: Path, call: Call, seconds: float) -> Answer:
+    """One call on a connection of its own, from any thread.
+
+    Raises:
+        OSError: no answer within as many seconds, or none that is understood.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(seconds)
+        connection.connect(str(control))
+        connection.sendall(frame(call))
+        with connection.makefile("rb") as stream:
+            try:
+                return answers.decode(_read_body(stream.read) or b"")
+            except (ValueError, *UNREADABLE) as error:
+                raise ConnectionError(f"no answer behind {control}: {error}") from error
+
+
+def _read_body(read: Callable[[int], bytes]) -> bytes | None:
+    """The next frame's body, None at the stream's end."""
     head = read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack(head)
     if length > LARGEST:
         raise ValueError(f"a control frame of {length} bytes; at most {LARGEST} are allowed")
-    return calls.decode(read(length))
+    return read(length)

@@ -39,10 +39,11 @@ from rose_engines.weights.calls import (
     Refused,
     Stage,
     Staged,
+    ask,
 )
 from rose_engines.weights.decoding import HeldTensor
 from rose_engines.weights.live import first_wrong, put_back, scatter
-from rose_engines.weights.parts import Ranks, ask
+from rose_engines.weights.parts import Ranks
 from rose_engines.weights.rank_board import RankState
 from rose_engines.weights.session import WeightSession
 from rose_engines.weights.stager import InThread, Stager

@@ -7,17 +7,14 @@ that agree. Next step: ``multi_rank`` stages, swaps and votes over them.
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from rose_core.delta.digest import Digest, total
-from rose_core.unreadable import UNREADABLE
 from rose_engines.errors import CommitRefused, UnsupportedEngine
 from rose_engines.tensors.canonical import Live, LiveTensor
 from rose_engines.tensors.slices import SlicedTensor
-from rose_engines.weights.calls import LENGTH, Answer, Call, answers, frame
 from rose_engines.weights.rank_board import RankBoard
 
 Part = tuple[tuple[int, int, int, int], ...]
@@ -103,22 +100,3 @@ def check_parts(parts: Iterable[Mapping[str, Part]], sizes: Mapping[str, int]) -
 def socket_of(leader: Path, rank: int) -> Path:
     """Control socket of a rank, beside the leader's."""
     return leader if rank == 0 else leader.with_name(f"{leader.stem}.{rank}")
-
-
-def ask(path: Path, call: Call, seconds: float) -> Answer:
-    """Call another rank's session.
-
-    Raises:
-        OSError: it did not answer in time, or is gone.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(seconds)
-        connection.connect(str(path))
-        connection.sendall(frame(call))
-        with connection.makefile("rb") as stream:
-            head = stream.read(LENGTH.size)
-            body = stream.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else b""
-    try:
-        return answers.decode(body)
-    except UNREADABLE as error:
-        raise ConnectionError(f"no answer behind {path}: {error}") from error

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -50,8 +49,7 @@ from rose_core.devices.mps import (
     next_end_step,
 )
 from rose_core.identity import GpuUuid, PodUid
-from rose_core.unreadable import UNREADABLE
-from rose_engines.weights.calls import LENGTH, GetStatus, Status, answers, frame
+from rose_engines.weights.calls import GetStatus, Status, ask
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05
@@ -301,26 +299,18 @@ def is_resting(control: Path) -> bool:
         return True
     try:
         status = ask_status(control)
-    except (OSError, EOFError, *UNREADABLE):
+    except OSError:
         return False
     return status.resting and status.permit_open is not True
 
 
 def ask_status(control: Path) -> Status:
-    """One question on a connection of its own, from any thread.
+    """What the plugin behind a control socket says; from any thread.
 
     Raises:
-        OSError, EOFError, msgspec.MsgspecError: no answer, or none that is understood.
+        OSError: no answer, or none that is understood.
     """
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_STATUS_SECONDS)
-        connection.connect(str(control))
-        connection.sendall(frame(GetStatus()))
-        with connection.makefile("rb") as stream:
-            head = stream.read(LENGTH.size)
-            if len(head) < LENGTH.size:
-                raise EOFError(f"{control} hung up")
-            answer = answers.decode(stream.read(LENGTH.unpack(head)[0]))
+    answer = ask(control, GetStatus(), _STATUS_SECONDS)
     if isinstance(answer, Status):
         return answer
-    raise EOFError(f"{control} answered {type(answer).__name__}")
+    raise ConnectionError(f"{control} answered {type(answer).__name__}")

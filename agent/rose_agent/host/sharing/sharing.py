@@ -44,7 +44,6 @@ from rose_core.devices.memory import EngineSize, Lendable, limit_refusal, overru
 from rose_core.devices.mps import Finding, MpsClient
 from rose_core.host_reasons import HostReason
 from rose_core.identity import GpuUuid, PodUid
-from rose_core.unreadable import UNREADABLE
 from rose_core.wire.host import EnsureEngine
 from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from rose_engines.weights.calls import Status
@@ -310,7 +309,7 @@ class Sharing:
         while time.monotonic() < deadline:
             try:
                 return await asyncio.to_thread(ask_status, self._control)
-            except (OSError, EOFError, *UNREADABLE):
+            except OSError:
                 await asyncio.sleep(0.05)
         return None
 
