@@ -10,6 +10,7 @@ RouterError                 status, reason (closed word), retry_after
 ├── Unprocessable   422     not spliceable, ended engines: asking again does not help
 ├── SlowCaller      408     the head or the body did not come in time
 ├── Busy            429     the queue is full; Retry-After says when to try again
+├── Unforeseen      500     a mistake of the router's own; its log has the traceback
 ├── NotHere         501     asks for what only a single engine could do
 ├── Overloaded      503     waited too long, draining, no quorum; Retry-After says when
 └── TurnLost        503     every try to finish the turn failed before it had a token
@@ -92,6 +93,13 @@ class Busy(RouterError):
     """More turns wait than may; ``retry_after`` says when there may be room."""
 
     status = 429
+
+
+class Unforeseen(RouterError):
+    """The router has made a mistake; asking again may meet another one, or none."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("Internal", message)
 
 
 class NotHere(RouterError):

@@ -93,6 +93,16 @@ def test_a_linear_conversation_is_one_row_with_every_token_once() -> None:
     ]
 
 
+def test_an_answers_beginning_alone_is_a_conversation_that_goes_on() -> None:
+    """Nothing stands before the answer, which its caller has begun."""
+    harness = Harness(MessageTree())
+    first = harness.turn([], assistant("I shall look"))
+    second = harness.turn([assistant("I shall look"), user("and?")], assistant("found"))
+    assert second.parent is first
+    (row,) = harness.tree.rows(OWNER)
+    assert len(row.ids) == 10
+
+
 def test_a_retry_is_a_branch_and_what_both_share_is_learnt_from_once() -> None:
     harness = Harness(MessageTree())
     talk = [user("go"), assistant("first"), user("result")]

@@ -361,7 +361,9 @@ class MessageTree:
         """
         parent = match.node
         before = parent.total if parent is not None else 0
-        digest = _linked(match.digests[-1], fingerprint(answer))
+        # A conversation may be an answer's beginning alone: nothing then stands before it.
+        said = match.digests[-1] if match.digests else _linked(b"", match.root)
+        digest = _linked(said, fingerprint(answer))
         session = self._sessions.setdefault(owner, _Session())
         self._sessions.move_to_end(owner)
         if (found := session.known.get((rid, digest))) is not None:

@@ -22,6 +22,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ from rose_core.rollouts.errors import (
     VersionGone,
 )
 from rose_router import metrics
-from rose_router.errors import REASON, EngineRefused, RouterError
+from rose_router.errors import REASON, BadRequest, EngineRefused, RouterError, Unforeseen
 from rose_router.http import forward
 from rose_router.http.admission import bearer, memory
 from rose_router.http.admission.bodies import (
@@ -72,6 +73,7 @@ from rose_router.turns.barrier import Barrier
 from rose_router.turns.service import Service
 from rose_wire.observability import pages as process_pages
 
+LOG = logging.getLogger(__name__)
 _OF_TURNS = (
     "/generate",
     "/v1/completions",
@@ -237,6 +239,20 @@ def _health(service: Service) -> str:
     return "leaving" if service.leaving else ""
 
 
+def _unforeseen(request: web.Request, error: Exception) -> web.Response:
+    """The answer to what nobody has thought of; its traceback is in the log, and not in the answer.
+
+    A body may be nested deeper than Python goes, wherever it is gone through.
+    """
+    if isinstance(error, RecursionError):
+        message = "the body is nested too deeply; send it with fewer lists and objects in another"
+        return error_response(BadRequest("InvalidTurn", message), request.path)
+    LOG.error("%s %s failed", request.method, request.path, exc_info=error)
+    kind = type(error).__name__
+    message = f"the router failed at this request ({kind}); its log says where"
+    return error_response(Unforeseen(message), request.path)
+
+
 def _outermost(doors: ConnectionLimiter, service: Service) -> Middleware:
     """Notes that a request has come and is answered; says errors in the words of the route."""
 
@@ -257,6 +273,10 @@ def _outermost(doors: ConnectionLimiter, service: Service) -> Middleware:
                 response = error_response(error, request.path)
             except (RouterError, RolloutError, EngineRefused) as error:
                 response = error_response(error, request.path)
+            except Exception as error:  # whatever it is: clients read the dialect's shape only
+                if isinstance(error, ConnectionError) or request.writer.output_size:
+                    raise  # the caller has hung up, or its answer has begun
+                response = _unforeseen(request, error)
             if service.leaving:
                 response.force_close()  # the caller's next connection is another router's
             return response if content.is_eof() else await pass_by(request, response)
