@@ -7,6 +7,7 @@
 - ``pace``: which windows are still to run, and how long they take.
 - ``run``: runs them, whatever happens to one; ``run_record``: what is on disk after each.
 - ``results``, ``analysis``: all windows, and what follows from comparing them.
+- ``bound``, ``beyond``: TTFT beside lending against its bound; a command of its own.
 - ``report``, ``run_record``: figures and table, plot.
 - ``__main__``: the knobs.
 """

@@ -125,6 +125,7 @@ class Bench:
         signals: sources the guard may use; the polled condition leaves out the tap.
         goal_ms: the pool's SLO, TTFT and TPOT; 0 = none.
         grant: of the one slot; None: of an engine without a router, whose weights nobody sends.
+        window_s: length of a guard's lent and withheld windows; 0 = it lends always.
     """
 
     root: Path
@@ -133,6 +134,7 @@ class Bench:
     signals: tuple[SignalSource, ...] = tuple(SignalSource)
     goal_ms: tuple[int, int] = (0, 0)
     grant: Grant | None = None
+    window_s: float = 0.0
     serving_url: str = ""
     operator_port: int = 0
     processes: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
@@ -206,6 +208,7 @@ class Bench:
             *("--node", "bench", "--operator", f"127.0.0.1:{self.operator_port}"),
             *("--http-host", "127.0.0.1"),
             *("--devices", "static", "--static-replicas", str(self.root / "replicas.yaml")),
+            *("--crossover-seconds", str(self.window_s)),
         )
 
     async def end(self, name: str) -> None:
