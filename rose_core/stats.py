@@ -8,7 +8,7 @@
 | share | k of n | Wilson, 95 % |
 | share of members that come in groups | k of n by group | Wilson's with the effective size, 95 % |
 | difference of two shares | their intervals | Newcombe 1998, 95 % |
-| what the next value does not exceed | exchangeable values | split conformal (Vovk et al. 2005) |
+| what the next value does not exceed | the last values | adaptive conformal (Gibbs, Candes 2021) |
 | share, looked at all the time | k of n | confidence sequence: Robbins' mixture (1970) |
 
 Members of a group resemble each other, so n members say less than n independent ones. The effective
@@ -21,13 +21,20 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 Z95 = 1.959964
+_ADAPT = 0.2  # of what may miss, by which a miss cuts it: five in a row leave nothing
+_MOST_ALLOWED = (
+    5.0  # times what may miss: what long calm has saved is spent within 25 values' worth
+)
+_BEYOND = 1.1  # times the largest value, for each miss after nothing is left
+_MOST_BEYOND = 100.0  # such misses: 13,780 times the largest, so that the figure stays one
 _STUDENT = (12.706, 4.303)  # 97.5 % quantiles with one and two degrees of freedom
 _MOST_GROUPS = 4096  # that may still grow; one that comes back later counts as another
 
@@ -51,20 +58,65 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[index] * (1 - rest) + upper * rest
 
 
-def conformal(values: Iterable[float], level: float) -> float:
-    """What the next of exchangeable values does not exceed with a chance of ``level``.
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The last values, and what the next one does not exceed; also where they drift.
 
-    With fewer values than ``level / (1 - level)`` it is the largest; its level is n / (n + 1).
+    Split conformal prediction (Vovk et al., 2005) holds what it claims while values are
+    exchangeable: of n + 1 the last lies above the ``ceil((n + 1) level)``-th smallest of the others
+    with a chance of at most 1 - level. Where their level or spread moves, the last ones are too
+    small for the next. Adaptive conformal inference (Gibbs and Candes, 2021) corrects that by what
+    it has missed: the share that may miss is cut by each miss and grows with each value that was
+    covered, so that both balance at the claim:
 
-    Raises:
-        ValueError: there are none.
+        allowed += step x ((1 - level) - missed),        step = (1 - level) / 5
+
+    Once nothing is left to allow, it answers more than any value that it knows, by a tenth for each
+    further miss. So of T values in a row at most ``(1 - level) T + 26`` are missed, and one more
+    for each tenth by which they outgrow all before, whatever comes: the steps' sum has a bound.
+
+    ``adjustment`` is what was added so far: a number that the owner keeps for each level that it
+    asks for, 0 at first. Adding copies the values, which is less than sorting them.
+
+    Attributes:
+        values: oldest first, positive.
+        ordered: the same, smallest first.
     """
-    ordered = sorted(values)
-    if not ordered:
-        message = "no values, nothing to expect of the next"
-        raise ValueError(message)
-    rank = math.ceil((len(ordered) + 1) * level - 1e-9)
-    return ordered[min(max(rank, 1), len(ordered)) - 1]
+
+    values: tuple[float, ...] = ()
+    ordered: tuple[float, ...] = ()
+
+    def add(self, value: float, most: int) -> Recent:
+        """With one more, of which the last ``most`` are kept."""
+        values, ordered = self.values, list(self.ordered)
+        if len(values) >= most:
+            del ordered[bisect_left(ordered, values[0])]
+            values = values[1:]
+        insort(ordered, value)
+        return Recent((*values, value), tuple(ordered))
+
+    def bound(self, level: float, adjustment: float = 0.0) -> float:
+        """What the next value does not exceed with a chance of ``level``.
+
+        With fewer values than ``level / (1 - level)`` it is the largest; its level is n / (n + 1).
+
+        Raises:
+            ValueError: there are none.
+        """
+        count, allowed = len(self.ordered), 1 - level + adjustment
+        if not count:
+            message = "no values, nothing to expect of the next"
+            raise ValueError(message)
+        rank = math.ceil((count + 1) * (1 - max(0.0, allowed)) - 1e-9)
+        found = self.ordered[min(max(rank, 1), count) - 1]
+        return found * _BEYOND ** (max(0.0, -allowed) / (_ADAPT * (1 - level)))
+
+    @staticmethod
+    def adjust(adjustment: float, level: float, *, missed: bool) -> float:
+        """The adjustment after a value that was above its bound, or was not."""
+        share = 1 - level
+        adjusted = adjustment + _ADAPT * share * (share - missed)
+        return max(-(1 + _ADAPT * _MOST_BEYOND) * share, min((_MOST_ALLOWED - 1) * share, adjusted))
 
 
 def mean_of(values: Sequence[float]) -> Interval:

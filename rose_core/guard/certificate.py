@@ -40,19 +40,17 @@ certificate that has shut a gate opens it again, and one that has shortened chun
 again: when what is asked has become smaller, or to learn stops anew. A request that would be late
 alone shuts the gate whatever stops take, and nothing is learned anew for it.
 
-Quantiles are conformal (split conformal prediction; Vovk et al., 2005): of n + 1 exchangeable
-values the last lies above the ``ceil((n + 1) level)``-th smallest of the others with a chance of at
-most 1 - level, which takes n >= level / (1 - level). With fewer of either the level is 0.9, and the
-certificate says so. Next step: ``gate`` asks it, ``experience`` keeps it.
+Quantiles are adaptive conformal (``stats.Recent``), which takes n >= level / (1 - level) values.
+With fewer of either the level is 0.9, and the certificate says so. Next step: ``gate`` asks it,
+``experience`` keeps it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rose_core.stats import conformal
+from rose_core.stats import Recent
 
 CHUNK_DIVISORS = (1, 4)
 """What the rollout engine's own prefill chunk is divided by, the whole one first. A quarter of it
@@ -132,9 +130,43 @@ class TtftCertificate:
         )
 
 
+class LastTimes:
+    """The last times of one kind, and what the next one does not exceed at each level asked for.
+
+    Args:
+        seconds: to begin with, oldest first.
+    """
+
+    def __init__(self, seconds: Iterable[float] = ()) -> None:
+        self._recent = Recent()
+        self._adjustments: dict[float, float] = {}
+        for one in seconds:
+            self.add(one)
+
+    def __len__(self) -> int:
+        return len(self._recent.values)
+
+    def add(self, seconds: float) -> None:
+        """One more; levels are adjusted by whether they had covered it."""
+        for level, adjustment in self._adjustments.items():
+            if _enough(len(self), level):
+                missed = seconds > self._recent.bound(level, adjustment)
+                self._adjustments[level] = Recent.adjust(adjustment, level, missed=missed)
+        self._recent = self._recent.add(seconds, _REMEMBERED)
+
+    def bound(self, level: float) -> float:
+        """What the next one does not exceed at this level; some are needed."""
+        return self._recent.bound(level, self._adjustments.setdefault(level, 0.0))
+
+    @property
+    def longest(self) -> float:
+        """The longest; 0 = none is remembered."""
+        return self._recent.ordered[-1] if len(self) else 0.0
+
+
 def certify(
-    nexts: Collection[float],
-    stops: Collection[float],
+    nexts: LastTimes,
+    stops: LastTimes,
     slo_s: float,
     percentile: int,
     *,
@@ -156,12 +188,12 @@ def certify(
     level = next((one for one in levels if _enough(fewest, one)), 0.0)
     if not level:
         return _without_stops(nexts, slo_s, levels, alone_s, chunk_divisor)
-    found = alone_s or conformal(nexts, level)
-    return TtftCertificate(slo_s, found, conformal(stops, level), level, chunk_divisor)
+    found = alone_s or nexts.bound(level)
+    return TtftCertificate(slo_s, found, stops.bound(level), level, chunk_divisor)
 
 
 def _without_stops(
-    nexts: Collection[float],
+    nexts: LastTimes,
     slo_s: float,
     levels: tuple[float, float],
     alone_s: float,
@@ -169,7 +201,7 @@ def _without_stops(
 ) -> TtftCertificate:
     """Nothing is promised, unless the next request is late by itself: no stop makes up for that."""
     level = next((one for one in levels if alone_s or _enough(len(nexts), one)), 0.0)
-    found = alone_s or (conformal(nexts, level) if level else 0.0)
+    found = alone_s or (nexts.bound(level) if level else 0.0)
     if found > slo_s:
         return TtftCertificate(slo_s, found, 0.0, level, chunk_divisor)
     return TtftCertificate(slo_s, 0.0, FIRST_STOP_S, 0.0, chunk_divisor)
@@ -207,16 +239,14 @@ class Envelope:
     """
 
     def __init__(self) -> None:
-        self._nexts: deque[float] = deque(maxlen=_REMEMBERED)
-        self._stops: dict[int, deque[float]] = {
-            divisor: deque(maxlen=_REMEMBERED) for divisor in CHUNK_DIVISORS
-        }
+        self._nexts = LastTimes()
+        self._stops = {divisor: LastTimes() for divisor in CHUNK_DIVISORS}
         self._refused = dict.fromkeys(CHUNK_DIVISORS, 0)
         self._known: dict[tuple[float, int, float, bool], TtftCertificate] = {}
 
     def note_next(self, seconds: float) -> None:
         """A request has met the replica empty; see the module for what is counted of it."""
-        self._nexts.append(seconds)
+        self._nexts.add(seconds)
         self._known.clear()
 
     def note_refused(self, certificate: TtftCertificate) -> None:
@@ -228,20 +258,19 @@ class Envelope:
         for divisor in refused:
             self._refused[divisor] += 1
             if self._refused[divisor] >= RELEARN:
-                self._stops[divisor].clear()
+                self._stops[divisor] = LastTimes()
                 self._known.clear()
 
     def note_stop(self, seconds: float, chunk_divisor: int = 1) -> None:
         """A request's arrival has stopped an engine within so long; its permit had this divisor."""
-        self._stops[chunk_divisor].append(seconds)
+        self._stops[chunk_divisor].add(seconds)
         self._refused[chunk_divisor] = 0
         self._known.clear()
 
     @property
     def longest_stop_s(self) -> float:
         """The longest stop that is remembered."""
-        longest = (max(stops, default=0.0) for stops in self._stops.values())
-        return max(longest) or FIRST_STOP_S
+        return max(stops.longest for stops in self._stops.values()) or FIRST_STOP_S
 
     def certificate(
         self, slo_s: float, percentile: int, alone_s: float = 0.0, *, whole: bool = False

@@ -8,11 +8,14 @@ what co-running costs where only idle gaps are lent. Next step: ``slack`` asks f
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from rose_core.stats import Recent
+
 _MEMORY = 0.98  # forgetting factor: 1 / (1 - 0.98) = the last fifty requests carry the weight
+_REMEMBERED = 200  # costs: twenty lie above the 0.9 quantile, and another load is soon learned
+_UNSEEN = 1e-3  # of a request: the profile is the line until there is one, and then seen no more
 _BELIEF = 4.0  # requests that the prior of the slope counts for: few, so that evidence wins soon
 _STOP_MEMORY = 0.995  # the last two hundred: what it costs is the device's, and seldom changes
 # Variance of a prefill, relative, over that of what is believed of the loss: (0.1 / 0.25)^2.
@@ -34,13 +37,16 @@ class SpeedLine:
         return 1 / (self.alone * (1 - share * self.loss))
 
 
+_NO_COSTS = Recent()
+
+
 @dataclass(frozen=True)
 class Mixture:
     """Learns the cost of one phase, alone and beside a rollout engine, from finished requests.
 
     Two known algorithms: weighted least squares with exponential forgetting and a prior in the form
-    of pseudo-observations (a line), and stochastic approximation of a quantile of what is left
-    (Robbins and Monro, 1951, on the pinball loss of Koenker and Bassett, 1978).
+    of pseudo-observations (a line), and adaptive conformal inference for a quantile of what
+    requests would have cost alone (``stats.Recent``).
 
     Under a duty cycle no request runs wholly alone or wholly beside rollouts. One that met an open
     gate for a share ``f`` of its time ran, as a multiple of the speed that the profile predicts, at
@@ -56,21 +62,24 @@ class Mixture:
     |---|---|
     | height | the last fifty requests or so; a new replica starts at the profile |
     | slope | the same, against the weight of ``_BELIEF`` requests at the profile's slowdown |
-    | a quantile of what lies above the line | one factor, up by large steps, down by small ones |
+    | a quantile of the cost | the last 200, each less what the line puts down to rollouts |
 
-    These are sums over what was seen, each request weighing less with each one after it.
+    The line is sums over what was seen, each request weighing less with each one after it. With
+    fewer than nine requests (of a 0.9 quantile) the cost is the largest of them and the profile's.
 
     Attributes:
         weight, share, square, speed, product: sums of 1, f, f^2, y, f y.
-        above: logarithm of the factor by which the chosen quantile lies above the line.
+        costs: of the last requests, had nothing been lent, as multiples of the profile's.
+        adjustment: of the quantile's level, so that it holds what it claims (``stats.Recent``).
     """
 
-    weight: float = 1.0
+    weight: float = _UNSEEN
     share: float = 0.0
     square: float = 0.0
-    speed: float = 1.0
+    speed: float = _UNSEEN
     product: float = 0.0
-    above: float = 0.0
+    costs: Recent = _NO_COSTS
+    adjustment: float = 0.0
 
     def line(self, slowdown: float) -> SpeedLine:
         """The line through what was seen; ``slowdown`` is the profile's, from which it starts."""
@@ -89,13 +98,18 @@ class Mixture:
         alone = max((speed + slope * share) / weight, 1e-6)
         return SpeedLine(alone, min(1 - 1 / _SLOWEST, max(0.0, slope / alone)))
 
-    def factor(self, slowdown: float, *, shared: bool) -> float:
-        """Multiple of the profile's cost alone, at the chosen quantile."""
-        return self.line(slowdown).cost(float(shared)) * math.exp(self.above)
+    def factor(self, slowdown: float, *, shared: bool, quantile: float) -> float:
+        """Multiple of the profile's cost alone that so many requests do not exceed."""
+        alone = self._alone(quantile)
+        return alone / (1 - self.line(slowdown).loss) if shared else alone
 
-    def add(
-        self, seen: float, share: float, slowdown: float, *, quantile: float, step: float
-    ) -> Mixture:
+    def _alone(self, quantile: float) -> float:
+        seen = self.costs.ordered
+        few = len(seen) < quantile / (1 - quantile) - 1e-9
+        first = 1.0 if few else 0.0
+        return max(first, self.costs.bound(quantile, self.adjustment)) if seen else first
+
+    def add(self, seen: float, share: float, slowdown: float, *, quantile: float) -> Mixture:
         """Learn from one request.
 
         Args:
@@ -103,10 +117,9 @@ class Mixture:
             share: of its time beside an open gate.
             slowdown: the profile's.
             quantile: share of requests that should not be slower than predicted.
-            step: speed of learning the quantile.
         """
-        expected = self.line(slowdown).cost(share) * math.exp(self.above)
-        above = self.above + _error(seen / expected, quantile, step)
+        alone = seen * (1 - share * self.line(slowdown).loss)
+        missed = alone > self._alone(quantile)
         y = 1 / min(_FURTHEST, max(1 / _FURTHEST, seen))
         return Mixture(
             weight=_MEMORY * self.weight + 1,
@@ -114,14 +127,9 @@ class Mixture:
             square=_MEMORY * self.square + share**2,
             speed=_MEMORY * self.speed + y,
             product=_MEMORY * self.product + share * y,
-            above=max(0.0, above),
+            costs=self.costs.add(alone, _REMEMBERED),
+            adjustment=Recent.adjust(self.adjustment, quantile, missed=missed),
         )
-
-
-def _error(ratio: float, quantile: float, step: float) -> float:
-    # The further off, the larger the step, so a wrong level is left within a few requests.
-    scale = step * min(10.0, max(1.0, abs(math.log(ratio)) / 0.1))
-    return scale * (quantile if ratio > 1 else quantile - 1.0)
 
 
 @dataclass(frozen=True)
@@ -227,12 +235,10 @@ class Predictor:
 
     Attributes:
         quantile: share of requests that should not be slower than predicted.
-        step: speed of learning it, in units of the logarithm.
     """
 
     profile: CostProfile = CostProfile()
     quantile: float = 0.9
-    step: float = 0.1
     prefill: Mixture = _UNTAUGHT
     decode: Mixture = _UNTAUGHT
 
@@ -259,13 +265,13 @@ class Predictor:
         """Learn from a time to first token that met an open gate for ``share`` of it."""
         seen, slowdown = seconds / self.profile.prefill_s(size), self.profile.shared_prefill
         learned = self._learned(self.prefill, seen, share, slowdown)
-        return Predictor(self.profile, self.quantile, self.step, learned, self.decode)
+        return Predictor(self.profile, self.quantile, learned, self.decode)
 
     def learn_decode(self, running: int, seconds: float, *, share: float) -> Predictor:
         """Learn from a mean time per token that met an open gate for ``share`` of it."""
         seen, slowdown = seconds / self.profile.decode_s(running), self.profile.shared_decode
         learned = self._learned(self.decode, seen, share, slowdown)
-        return Predictor(self.profile, self.quantile, self.step, self.prefill, learned)
+        return Predictor(self.profile, self.quantile, self.prefill, learned)
 
     def slowdown(self) -> float:
         """How many times slower a decode step is beside a rollout engine; at least 1."""
@@ -277,11 +283,11 @@ class Predictor:
             return self.decode.line(self.profile.shared_decode).loss
         return self.prefill.line(self.profile.shared_prefill).loss
 
-    @staticmethod
-    def _factors(phase: Mixture, slowdown: float) -> tuple[float, float]:
-        return phase.factor(slowdown, shared=False), phase.factor(slowdown, shared=True)
+    def _factors(self, phase: Mixture, slowdown: float) -> tuple[float, float]:
+        alone = phase.factor(slowdown, shared=False, quantile=self.quantile)
+        return alone, phase.factor(slowdown, shared=True, quantile=self.quantile)
 
     def _learned(self, phase: Mixture, seen: float, share: float, slowdown: float) -> Mixture:
         if seen <= 0:
             return phase
-        return phase.add(seen, share, slowdown, quantile=self.quantile, step=self.step)
+        return phase.add(seen, share, slowdown, quantile=self.quantile)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rose_core.guard.predictor import Mixture
+from tests.guard.costs import MOVING, most_hits, moving
 
 BELIEVED = 2.0
 
@@ -29,7 +31,7 @@ def taught(
     draw, mixture = random.Random(7), Mixture()
     for share in shares:
         cost = seen(alone, slowdown, share) * draw.uniform(1 - noise, 1 + noise)
-        mixture = mixture.add(cost, share, BELIEVED, quantile=quantile, step=0.05)
+        mixture = mixture.add(cost, share, BELIEVED, quantile=quantile)
     return mixture
 
 
@@ -39,8 +41,8 @@ def spread(count: int) -> list[float]:
 
 
 def test_it_starts_at_the_profile() -> None:
-    assert Mixture().factor(BELIEVED, shared=False) == pytest.approx(1.0)
-    assert Mixture().factor(BELIEVED, shared=True) == pytest.approx(BELIEVED)
+    assert Mixture().factor(BELIEVED, shared=False, quantile=0.9) == pytest.approx(1.0)
+    assert Mixture().factor(BELIEVED, shared=True, quantile=0.9) == pytest.approx(BELIEVED)
 
 
 @pytest.mark.parametrize(("alone", "slowdown"), [(1.0, 2.0), (3.0, 1.3), (0.2, 5.0), (1.5, 1.0)])
@@ -59,18 +61,75 @@ def test_a_steady_share_tells_the_height_and_leaves_the_slope_to_the_profile(alo
     assert line.cost(1.0) / line.cost(0.0) == pytest.approx(BELIEVED, rel=0.1)
 
 
-def test_the_factor_is_a_quantile_of_what_was_seen() -> None:
-    mixture = taught(1.0, BELIEVED, spread(2000), noise=0.3, quantile=0.9)
-    draw = random.Random(9)
-    costs = [draw.uniform(0.7, 1.3) for _ in range(1000)]
-    covered = sum(cost <= mixture.factor(BELIEVED, shared=False) for cost in costs) / len(costs)
-    assert 0.75 <= covered <= 1.0
+@pytest.mark.parametrize("quantile", [0.9, 0.99])
+@pytest.mark.parametrize("sigma", [0.1, 0.2, 0.3, 0.5, 0.8])
+def test_so_many_costs_lie_above_a_quantile_as_it_claims(sigma: float, quantile: float) -> None:
+    above = misses(moving("still", 10_000, sigma=sigma), quantile)
+    assert least_hits(10_000, 1 - quantile) <= above <= most_hits(10_000, 1 - quantile)
+
+
+@pytest.mark.parametrize("quantile", [0.9, 0.99])
+@pytest.mark.parametrize("kind", MOVING)
+def test_no_more_costs_lie_above_it_whatever_moves(kind: str, quantile: float) -> None:
+    assert misses(moving(kind, 10_000), quantile) <= most_hits(10_000, 1 - quantile)
+
+
+def test_no_stretch_misses_more_than_the_steps_allow() -> None:
+    for kind in MOVING:
+        missed = list(missing(moving(kind, 6_000, seed=2), 0.9))
+        for start in range(0, 6_000, 500):
+            # The sum of the steps, and one for each tenth by which costs outgrow all before them.
+            assert sum(missed[start : start + 500]) <= 50 + 26 + math.log(3) / math.log(1.1)
+
+
+@pytest.mark.parametrize("count", [9, 15, 40])
+def test_a_replica_that_has_just_begun_claims_no_more_than_it_keeps(count: int) -> None:
+    draw, tries, above = random.Random(11), 2000, 0
+    for _ in range(tries):
+        mixture = Mixture()
+        for _ in range(count):
+            cost = draw.lognormvariate(0, 0.3)
+            mixture = mixture.add(cost, 0.0, BELIEVED, quantile=0.9)
+        known = mixture.factor(BELIEVED, shared=False, quantile=0.9)
+        above += draw.lognormvariate(0, 0.3) > known
+    assert above <= most_hits(tries, 0.1)
+
+
+def test_the_quantile_holds_under_a_duty_too() -> None:
+    draw, mixture, above = random.Random(5), Mixture(), 0
+    for number in range(10_000):
+        share = draw.random()
+        cost = seen(1.0, 1.5, share) * draw.lognormvariate(0, 0.3)
+        if number >= 300:  # until the line knows what rollouts cost
+            loss = mixture.line(BELIEVED).loss
+            known = mixture.factor(BELIEVED, shared=False, quantile=0.9) / (1 - share * loss)
+            above += cost > known
+        mixture = mixture.add(cost, share, BELIEVED, quantile=0.9)
+    assert least_hits(9700, 0.1) <= above <= most_hits(9700, 0.1)
+
+
+def missing(costs: Iterable[float], quantile: float) -> Iterator[bool]:
+    """Of each cost whether it lies above what was predicted before it."""
+    mixture = Mixture()
+    for cost in costs:
+        yield cost > mixture.factor(BELIEVED, shared=False, quantile=quantile)
+        mixture = mixture.add(cost, 0.0, BELIEVED, quantile=quantile)
+
+
+def misses(costs: Iterable[float], quantile: float) -> int:
+    return sum(missing(costs, quantile))
+
+
+def least_hits(tries: int, share: float) -> int:
+    return round(2 * tries * share) - most_hits(tries, share)
 
 
 @given(st.lists(st.tuples(st.floats(1e-9, 1e9), st.floats(0.0, 1.0)), max_size=60))
 def test_whatever_was_seen_the_factors_are_usable(requests: list[tuple[float, float]]) -> None:
     mixture = Mixture()
     for cost, share in requests:
-        mixture = mixture.add(cost, share, BELIEVED, quantile=0.9, step=0.1)
-    alone, shared = (mixture.factor(BELIEVED, shared=shared) for shared in (False, True))
+        mixture = mixture.add(cost, share, BELIEVED, quantile=0.9)
+    alone, shared = (
+        mixture.factor(BELIEVED, shared=shared, quantile=0.9) for shared in (False, True)
+    )
     assert 0 < alone <= shared <= 10.001 * alone < float("inf")
