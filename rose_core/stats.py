@@ -109,7 +109,7 @@ class Recent:
             raise ValueError(message)
         rank = math.ceil((count + 1) * (1 - max(0.0, allowed)) - 1e-9)
         found = self.ordered[min(max(rank, 1), count) - 1]
-        return found * _BEYOND ** (max(0.0, -allowed) / (_ADAPT * (1 - level)))
+        return found * math.pow(_BEYOND, max(0.0, -allowed) / (_ADAPT * (1 - level)))
 
     @staticmethod
     def adjust(adjustment: float, level: float, *, missed: bool) -> float:
