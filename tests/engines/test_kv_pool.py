@@ -186,6 +186,10 @@ class Asked:
     def written(self) -> int:
         return sum(len(line.split()) - 1 for line in self.lines if line.startswith("push"))
 
+    @property
+    def page_seconds(self) -> float:
+        return self.pool._pace.cost.seconds_per_page
+
     def process(self) -> int:
         assert self.pool._process is not None
         return self.pool._process.pid
@@ -197,7 +201,11 @@ class Asked:
         return self.pool.count(self.turn(pages), names(pages))
 
     def pull(self, pages: int = 64, turn: PoolTurn | None = None) -> int:
-        return self.pool.pull(turn or self.turn(pages), names(pages), room(pages))
+        turn = turn or self.turn(pages)
+        try:
+            return self.pool.pull(turn, names(pages), room(pages))
+        finally:
+            self.pool.finish(turn)
 
 
 @contextmanager
@@ -216,7 +224,7 @@ def asked(
     setup = PoolSetup("127.0.0.1:1", "tcp", ONE, str(tmp_path), 1 << 20, len(PAGE))
     pool = KvPool(command, setup, lambda: seconds_per_token, may_move=may_move, leaving=leaving)
     if seconds_per_page:
-        pool._pace.note(seconds_per_page, 1)
+        pool._pace.note(seconds_per_page, 1)  # no second length: the set-up is the assumed one
         pool._measured = time.monotonic()
     try:
         yield Asked(pool, log)
@@ -388,9 +396,11 @@ def test_what_pulls_take_is_learned_from_pages_that_are_read_back(tmp_path: Path
     with asked(tmp_path, seconds_per_page=0.0) as one:
         assert (one.count(), one.pull(), one.lines) == (0, 0, [])  # nothing is known of the pool
         one.pool.push("p0")
-        wait_until(lambda: one.pool._pace.seconds_each > 0, "a pull is measured", seconds=30)
+        wait_until(
+            lambda: one.pool._pace.cost.seconds_per_page > 0, "a pull is measured", seconds=30
+        )
         # The first one also connects.
-        assert one.lines == ["push p0", "pull p0", "pull p0"]
+        assert one.lines == ["push p0", *["count p0", "pull p0"] * 2]
         assert one.count() == 64
         one.pool.push("p1")
         written = 2 * len(PAGE)
@@ -402,21 +412,37 @@ def test_what_pulls_take_is_learned_from_pages_that_are_read_back(tmp_path: Path
         assert counts.pull_seconds > 0
 
 
+def test_two_lengths_are_read_back_which_tell_the_set_up_from_the_pages(tmp_path: Path) -> None:
+    with asked(tmp_path, waits={"count": 0.3}, seconds_per_page=0.0) as one:
+        one.pool._measured = time.monotonic()  # nothing is read back yet
+        for name in names(20):
+            one.pool.push(name)
+        wait_until(lambda: one.written == 20, "they are written", seconds=30)
+        one.pool._is_connected, one.pool._measured = True, None
+        one.pool.push("p20")
+        wait_until(lambda: one.pool._pace.cost.setup_seconds > 0.2, "it is told", seconds=30)
+        read = [line.split()[1:] for line in one.lines if line.startswith("pull")]
+        assert [len(pages) for pages in read] == [1, 8, 8, 5]
+        assert [name for pages in read[1:] for name in pages] == names(21)
+
+
 def test_a_pool_that_is_well_again_is_believed_at_the_first_measure(tmp_path: Path) -> None:
     slow = 100.0
     with asked(tmp_path, seconds_per_page=slow) as one:
         assert one.pull() == 0
         one.pool._measured = None
         one.pool.push("p0")
-        wait_until(lambda: one.pool._pace.seconds_each < slow / 10, "it is measured", seconds=30)
+        wait_until(
+            lambda: one.pool._pace.cost.seconds_per_page < slow / 10, "it is measured", seconds=30
+        )
         assert one.count() == 64
 
 
 def test_a_pull_that_nobody_waited_for_says_that_pulls_are_slow(tmp_path: Path) -> None:
     with asked(tmp_path, waits={"pull": FOR_EVER}, seconds_per_token=0.5 / 64 / 16) as one:
-        before = one.pool._pace.seconds_each
+        before = one.page_seconds
         assert one.pull(64) == 0
-        assert one.pool._pace.seconds_each > before
+        assert one.page_seconds > before
         assert one.pool.counts().late_orders == 1
 
 

@@ -10,15 +10,17 @@ from rose_core.rollouts.engines.kv_store import (
     LONGEST_SECONDS,
     MEASURED_SECONDS,
     PAGE_TOKENS,
-    SETUP_SECONDS,
+    PullCost,
+    PullPace,
     RecentPace,
     measures_anew,
     patience,
 )
 from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
-from rose_simulate.model.gpus.kept import KeptKeys
-from rose_simulate.model.regimes import RULES
+from rose_simulate.model.gpus.kept import JobKeys, KeptKeys
+from rose_simulate.model.gpus.recomputed import Cause, EngineHistory, KeyHistory
+from rose_simulate.model.regimes import RULES, KeysKept
 from rose_simulate.model.run import run
 from rose_simulate.model.scenarios.costs import MODELS, costs, pairs
 from rose_simulate.model.scenarios.scenario import Regime
@@ -27,18 +29,30 @@ from tests.simulate.worlds import MATERIAL, scenario
 COSTS = costs("H100", "Qwen3-8B", 0.5)
 TOKEN_BYTES = 147_456
 SHORT_S, LONG_S = 0.5, 100.0
+SETUP_S = 0.03
 
 
 class Pair:
     """Two engines of one job, and their tier."""
 
-    def __init__(self, room: int = 100_000, bytes_per_second: float = 1e11) -> None:
+    def __init__(
+        self, room: int = 100_000, bytes_per_second: float = 1e11, *, nodes: str = "aa"
+    ) -> None:
         self.clock = VirtualClock()
-        self.tier = KeptKeys(room, TOKEN_BYTES, bytes_per_second)
+        keys = JobKeys(lambda: KeptKeys(room, TOKEN_BYTES, bytes_per_second, SETUP_S))
         self.first, self.second = (
-            BatchEngine(self.clock, COSTS, 400_000, lambda: None, kept=self.tier) for _ in range(2)
+            BatchEngine(
+                *(self.clock, COSTS, 400_000, lambda: None),
+                kept=keys.at(node),
+                history=keys.history_of(node),
+            )
+            for node in nodes
         )
         self.first_s: dict[str, float] = {}
+        # Engines measure by what they write themselves.
+        for engine in (self.first, self.second):
+            self.turn(engine, f"{id(engine)}@1", 64, 1)
+            self.run(LONG_S)
 
     def turn(self, engine: BatchEngine, session: str, context: int, output: int) -> Sequence:
         """A turn and what became of it; ``first_s`` has how long its first token took."""
@@ -63,7 +77,7 @@ def test_an_engine_fetches_what_another_has_made_and_computes_the_rest() -> None
     pair.run(LONG_S)
     assert (later.fetched, later.uncached) == (4000, 60), "whole pages of 4,010 tokens"
     computed = COSTS.prefill(60, 60 * (4000 + 30))
-    pulled = SETUP_SECONDS + 4000 * TOKEN_BYTES / 1e11
+    pulled = SETUP_S + 4000 * TOKEN_BYTES / 1e11
     assert abs(pair.first_s["t@1"] - computed - pulled) < 1e-3
 
 
@@ -74,7 +88,7 @@ def test_where_prefill_is_as_quick_nothing_is_fetched() -> None:
     later = pair.turn(pair.second, "t@1", 4060, 10)
     pair.run(LONG_S)
     assert (later.fetched, later.uncached) == (0, 4060)
-    assert patience(250, COSTS.prefill(4000, 0) / 4000, TOKEN_BYTES * 16 / 1e6) == 0
+    assert patience(250, COSTS.prefill(4000, 0) / 4000, by_rate(1e6, TOKEN_BYTES * 16)) == 0
 
 
 def test_keys_of_one_version_are_never_used_under_another() -> None:
@@ -104,7 +118,7 @@ def test_a_cut_turn_has_the_keys_of_its_prompt_and_no_more() -> None:
 
 
 def test_the_least_recently_used_session_goes_first() -> None:
-    tier = KeptKeys(250, 1, 1.0)
+    tier = KeptKeys(250, 1, 1.0, 0.0)
     tier.keep("a", 100)
     tier.keep("b", 100)
     assert tier.held("a") == 100
@@ -119,14 +133,75 @@ def test_fewer_tokens_are_computed_again_where_keys_are_kept() -> None:
     jobs = [
         run(setup, regime, 1, MATERIAL, {})[0].jobs[0] for regime in (Regime.OURS, Regime.OURS_KEPT)
     ]
-    assert RULES[Regime.OURS_KEPT].keeps_keys
+    assert RULES[Regime.OURS_KEPT].keeps_keys is KeysKept.POOL
     assert jobs[0].fetched_tokens == 0 < jobs[1].fetched_tokens
     again = [(one.prefilled_tokens + one.warmed_tokens) / one.new_tokens for one in jobs]
     assert again[1] < again[0]
 
 
+def test_a_store_of_the_node_has_what_its_own_engines_made_whatever_it_takes() -> None:
+    keys = JobKeys(lambda: KeptKeys(100_000, TOKEN_BYTES, 1e6, 0.0, is_near=True), by_node=True)
+    clock, nodes = VirtualClock(), ("a", "a", "b")
+    first, beside, other = (
+        BatchEngine(clock, COSTS, 400_000, lambda: None, kept=keys.at(node)) for node in nodes
+    )
+    turns: list[Sequence] = []
+    for engine in (first, beside, other):
+        turns.append(Sequence("t@1", 4000 + len(turns), 1, lambda: None, lambda: None))
+        engine.submit(turns[-1])
+        clock.run(clock.now_ns + round(10_000 * SECOND))
+    assert [one.fetched for one in turns] == [0, 4000, 0]
+
+
+def test_why_tokens_are_computed_is_told_by_who_has_computed_them_before() -> None:
+    history = KeyHistory()
+    mine, beside, far = (EngineHistory(history, node) for node in ("a", "a", "b"))
+    assert mine.causes("t@1", range(100), 0)[Cause.NEW] == 100
+    far.note("t@1", 900)
+    far.note("t@2", 500)
+    beside.note("t@2", 300)
+    mine.note("t@2", 200)
+    mine.note("u@2", 5000)  # another trajectory
+    found = mine.causes("t@2", range(50, 1000), 120)
+    assert found == {
+        Cause.UNFETCHED: 70,
+        Cause.ROOM: 80,
+        Cause.NODE: 100,
+        Cause.ELSEWHERE: 200,
+        Cause.WEIGHTS: 400,
+        Cause.NEW: 100,
+    }
+
+
+def test_engines_have_a_cause_for_each_token_that_they_compute() -> None:
+    pair = Pair(bytes_per_second=1e6, nodes="ab")
+    pair.turn(pair.first, "t@1", 4000, 10)
+    pair.run(LONG_S)
+    later = pair.turn(pair.second, "t@1", 4060, 10)
+    pair.run(LONG_S)
+    assert {cause: count for cause, count in later.causes.items() if count} == {
+        Cause.UNFETCHED: 4010,
+        Cause.NEW: 50,
+    }
+    other = pair.turn(pair.second, "t@2", 4070, 10)
+    pair.run(LONG_S)
+    assert other.causes[Cause.WEIGHTS] == 4070
+
+
+@pytest.mark.parametrize("regime", [Regime.OURS, Regime.OURS_NODE, Regime.OURS_KEPT])
+def test_the_causes_of_a_run_are_all_that_was_computed(regime: Regime) -> None:
+    job = run(scenario(), regime, 1, MATERIAL, {})[0].jobs[0]
+    assert sum(job.causes.values()) == job.prefilled_tokens + job.warmed_tokens > 0
+
+
 QUICK, SLOW = 1e-5, 5e-4  # seconds of prefill for a token
 PAGE, TEN_GIGABITS = 2 << 20, 1.25e9  # of an 8B in bfloat16; bytes in a second
+ASSUMED_S = PullCost().setup_seconds
+
+
+def by_rate(bytes_per_second: float, page: float = PAGE) -> PullCost:
+    """Pulls as they look to an engine that has not told their set-up from their pages yet."""
+    return PullCost(seconds_per_page=page / bytes_per_second)
 
 
 @pytest.mark.parametrize(
@@ -143,14 +218,14 @@ PAGE, TEN_GIGABITS = 2 << 20, 1.25e9  # of an 8B in bfloat16; bytes in a second
 def test_a_turn_waits_where_that_is_quicker_than_to_prefill(
     pages: int, seconds_per_token: float, rate: float, waits: bool
 ) -> None:
-    assert (patience(pages, seconds_per_token, PAGE / rate) > 0) == waits
+    assert (patience(pages, seconds_per_token, by_rate(rate)) > 0) == waits
 
 
 def test_nothing_is_pulled_before_a_pull_was_measured() -> None:
-    pace = RecentPace()
-    assert patience(2000, SLOW, pace.seconds_each) == 0
+    pace = PullPace()
+    assert patience(2000, SLOW, pace.cost) == 0
     pace.note(8 * PAGE / TEN_GIGABITS, 8)
-    assert patience(2000, SLOW, pace.seconds_each) > 0
+    assert patience(2000, SLOW, pace.cost) > 0
 
 
 def test_a_pace_follows_what_was_measured_and_a_freeze_is_no_slowness() -> None:
@@ -178,10 +253,10 @@ def test_pages_are_read_back_at_first_and_when_what_is_known_is_old() -> None:
 def test_a_turn_never_waits_longer_than_its_prefill_takes_nor_than_a_router_bears(
     pages: int, page_bytes: int, seconds_per_token: float, rate: float
 ) -> None:
-    waits = patience(pages, seconds_per_token, page_bytes / rate)
+    waits = patience(pages, seconds_per_token, by_rate(rate, page_bytes))
     assert 0 <= waits <= min(LONGEST_SECONDS, pages * PAGE_TOKENS * seconds_per_token)
     if waits:
-        assert SETUP_SECONDS + pages * (page_bytes / rate) < waits
+        assert ASSUMED_S + pages * (page_bytes / rate) < waits
 
 
 TCP = 1e9 / 0.9  # bytes in a second that one processor moves (docs/decisions/0850)
@@ -191,8 +266,8 @@ def test_an_h100_pulls_an_8bs_keys_by_a_link_of_its_own_and_not_over_tcp() -> No
     for tokens in (1000, 4000, 16_000):
         took = COSTS.prefill(tokens, 0) / tokens
         pages, size = tokens // PAGE_TOKENS, TOKEN_BYTES * PAGE_TOKENS
-        assert patience(pages, took, size / TCP) == 0
-        assert (patience(pages, took, size / (100e9 / 8)) > 0) == (tokens > 1000)
+        assert patience(pages, took, by_rate(TCP, size)) == 0
+        assert (patience(pages, took, by_rate(100e9 / 8, size)) > 0) == (tokens > 1000)
 
 
 PAGE_OF_ENGINES = Path(__file__).parents[2] / "docs" / "engines.md"
@@ -214,7 +289,7 @@ def test_the_page_says_from_which_rate_on_a_models_keys_are_pulled(row: list[str
 
         def waits(rate: float, tokens: int = tokens, took: float = took) -> float:
             page = cost.fit.kv_bytes_per_token * PAGE_TOKENS
-            return patience(tokens // PAGE_TOKENS, took, page / (rate * 1e9 / 8))
+            return patience(tokens // PAGE_TOKENS, took, by_rate(rate * 1e9 / 8, page))
 
         assert waits(gigabits + 0.6) > 0 == waits(gigabits - 0.6)
     assert {one[0] for one in WORTH} == set(MODELS)

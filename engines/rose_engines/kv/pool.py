@@ -14,9 +14,9 @@ up:
 | a closed permit | no order is given; one that is under way ends, ``AT_ONCE`` pages |
 | pages to be written | ``WAITING`` at most; they are written while no turn asks |
 
-Whether a pull is worth its time hangs on what pulls take. Each one is measured, and where none was
-for ``kv_store.MEASURED_SECONDS`` the engine reads back what it has just written. Next step:
-``sglang.kv_backend`` asks.
+Whether a pull is worth its time hangs on what pulls take, set-up and pages (``kv_store.PullPace``).
+Each turn's is measured, and every ``kv_store.MEASURED_SECONDS`` the engine reads back what it has
+just written. Next step: ``sglang.kv_backend`` asks.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ from typing import IO, Any, cast
 
 from rose_core.rollouts.engines.kv_store import (
     PAGE_TOKENS,
+    READ_BACK_PAGES,
     KvPoolSpec,
     PoolCounts,
-    RecentPace,
+    PullPace,
     measures_anew,
     patience,
 )
@@ -68,7 +69,6 @@ WRITTEN_AT_ONCE = 2
 
 _PUSH_SECONDS = 5.0  # nobody waits for it but the next page
 _IDLE_SECONDS = 1.0
-_QUICKER = 4.0
 _SLICE_SECONDS = 0.02
 _END_SECONDS = 5.0
 
@@ -93,11 +93,24 @@ class PoolTurn:
         asked: when, ``time.monotonic``.
         until: it waits no longer.
         found: of its pages, those that are in the pool.
+        pulled: that have come; ``late`` beside them: of an order that was given up.
+        spent: seconds of all orders for it.
+        connects: one of them was the first pull of a process, which takes longer.
     """
 
     asked: float
     until: float
     found: int = 0
+    pulled: int = 0
+    late: int = 0
+    spent: float = 0.0
+    connects: bool = False
+
+
+def _nobodys() -> PoolTurn:
+    """Orders for which no turn waits."""
+    now = time.monotonic()
+    return PoolTurn(now, now + _PUSH_SECONDS)
 
 
 class _Late(Exception):
@@ -140,10 +153,10 @@ class KvPool:
         self._started = self._rests_until = 0.0
         self._rest_seconds = REST_SECONDS
         self._waiting: queue.Queue[str] = queue.Queue(WAITING)
-        self._pace = RecentPace()  # of a page
+        self._pace = PullPace()
         self._measured: float | None = None  # when
         self._is_connected = False  # a process's first pull also connects
-        self._written: deque[str] = deque(maxlen=AT_ONCE)
+        self._written: deque[str] = deque(maxlen=max(READ_BACK_PAGES))
         self._scratch: list[memoryview] | None = None
         self._counts = PoolCounts()
         with self._lock:
@@ -164,7 +177,7 @@ class KvPool:
         if time.monotonic() >= turn.until or not self._may_move():
             return 0
         with self._turn_asks():
-            found = self._ask("count", pages, turn.until)
+            found = self._ask("count", pages, turn)
         turn.found += found
         return found
 
@@ -179,13 +192,26 @@ class KvPool:
         with self._turn_asks():
             for place in range(0, len(pages), AT_ONCE):
                 some = pages[place : place + AT_ONCE]
-                takes = self._pace.seconds_each * len(some)
+                takes = self._pace.cost.seconds_per_page * len(some)
                 if not self._may_move() or time.monotonic() + takes >= turn.until:
                     return place
-                done = self._ask("pull", some, turn.until, into[place : place + AT_ONCE])
+                done = self._ask("pull", some, turn, into[place : place + AT_ONCE])
                 if done < len(some):  # what follows is of no use without it
                     return place + done
         return len(pages)
+
+    def finish(self, turn: PoolTurn) -> None:
+        """No more of the turn's pages are pulled: learn what those took."""
+        pages = turn.pulled + turn.late
+        if not pages or turn.connects:
+            return
+        with self._counting:
+            known = self._pace.cost
+            if turn.late and turn.spent <= known.of(pages):  # of a short wait: no news
+                return
+            if not known.seconds_per_page:
+                log.info("rose: %s", self._comparison(turn.spent / pages))
+            self._pace.note(turn.spent, pages)
 
     def push(self, page: str) -> None:
         """Have a page of the folder written to the pool, in a while; dropped where many wait."""
@@ -213,7 +239,7 @@ class KvPool:
                 os.close(self._setup.shared)
 
     def _patience(self, pages: int) -> float:
-        return patience(pages, self._seconds_per_token(), self._pace.seconds_each)
+        return patience(pages, self._seconds_per_token(), self._pace.cost)
 
     def _count(self, **more: float) -> None:
         with self._counting:
@@ -243,7 +269,7 @@ class KvPool:
             while self._asking and not self._closed:
                 time.sleep(_SLICE_SECONDS)
             if self._may_move():
-                done = self._ask("push", some, time.monotonic() + _PUSH_SECONDS)
+                done = self._ask("push", some, _nobodys())
                 self._count(written_bytes=done * self._setup.page_bytes)
                 self._written.extend(some[:done])
                 self._measure()
@@ -265,22 +291,35 @@ class KvPool:
         size, pages = self._setup.page_bytes, list(self._written)
         if self._scratch is None:
             self._scratch = [memoryview(bytearray(size)) for _ in range(AT_ONCE)]
-        for _ in range(1 if self._is_connected else 2):
-            if not self._asking and self._may_move():
-                self._ask("pull", pages, time.monotonic() + _PUSH_SECONDS, self._scratch)
+        lengths = sorted({min(length, len(pages)) for length in READ_BACK_PAGES})
+        for length in lengths if self._is_connected else [1, *lengths]:
+            turn = _nobodys()
+            if self._ask("count", pages[:length], turn) == length:
+                self._read_back(pages[:length], turn, self._scratch)
+            self.finish(turn)
+
+    def _read_back(
+        self, pages: Sequence[str], turn: PoolTurn, scratch: Sequence[memoryview]
+    ) -> None:
+        for place in range(0, len(pages), AT_ONCE):
+            some = pages[place : place + AT_ONCE]
+            if self._asking or not self._may_move():
+                return
+            if self._ask("pull", some, turn, scratch) < len(some):
+                return
 
     def _ask(
-        self, what: str, pages: Sequence[str], until: float, into: Sequence[memoryview] = ()
+        self, what: str, pages: Sequence[str], turn: PoolTurn, into: Sequence[memoryview] = ()
     ) -> int:
         """Pages for which it was done; 0 where none could be asked, or the answer is late.
 
         Args:
             what: to do.
             pages: names.
-            until: nobody waits for longer, for its turn included.
+            turn: for whom; nobody waits for longer than it does.
             into: where what was pulled is copied, before anybody else asks.
         """
-        if not self._take(until):
+        if not self._take(turn.until):
             return 0
         began = time.monotonic()
         try:
@@ -289,37 +328,31 @@ class KvPool:
             order = json.dumps({"do": what, "pages": list(pages)}) + "\n"
             cast("IO[bytes]", self._process.stdin).write(order.encode())
             self._owes = began
-            return self._answer(until, began, into)
+            return self._answer(turn, began, into)
         except _Late:
             self._owes = time.monotonic()
-            self._note_late(self._owes - began, len(pages) if into else 0)
+            self._count(late_orders=1)
+            turn.late += len(pages) if into else 0
             return 0
         except (OSError, ValueError, KeyError) as error:
             self._rest(f"{what} of {len(pages)} pages: {error}")
             return 0
         finally:
+            turn.spent += time.monotonic() - began
             self._lock.release()
 
-    def _answer(self, until: float, began: float, into: Sequence[memoryview]) -> int:
-        done = int(self._reply(until)["done"])
+    def _answer(self, turn: PoolTurn, began: float, into: Sequence[memoryview]) -> int:
+        done = int(self._reply(turn.until)["done"])
         self._owes, self._rest_seconds = None, REST_SECONDS
         for target, page in zip(into[:done], self._pulled, strict=False):
             target[:] = page
         if into and done:
-            self._note_pull(time.monotonic() - began, done)
+            size, took = done * self._setup.page_bytes, time.monotonic() - began
+            self._count(pulled_bytes=size, pull_seconds=took)
+            turn.pulled += done
+            turn.connects |= not self._is_connected
+            self._is_connected = True
         return done
-
-    def _note_pull(self, seconds: float, pages: int) -> None:
-        self._count(pulled_bytes=pages * self._setup.page_bytes, pull_seconds=seconds)
-        first, self._is_connected = not self._is_connected, True
-        if first:
-            return
-        if not self._pace.seconds_each:
-            log.info("rose: %s", self._comparison(seconds / pages))
-        if self._pace.seconds_each > _QUICKER * seconds / pages:
-            self._pace = RecentPace()  # no accident is as quick: what was slow is so no more
-        self._pace.note(seconds, pages)
-        self._measured = time.monotonic()
 
     def _comparison(self, page_seconds: float) -> str:
         """Why pages are pulled, or are not."""
@@ -329,12 +362,6 @@ class KvPool:
             f"the pool of keys brings {megabytes / page_seconds:.0f} MB/s, and prefilling {made}; "
             "a turn's keys come by the quicker way"
         )
-
-    def _note_late(self, seconds: float, pages: int) -> None:
-        """A pull that nobody waited for to its end took longer still than they did."""
-        self._count(late_orders=1)
-        if pages and self._pace.seconds_each < seconds / pages:  # of a short wait: no news
-            self._pace.note(seconds, pages)
 
     def _take(self, until: float) -> bool:
         """Get the lock, unless that takes too long."""

@@ -115,8 +115,13 @@ class FolderBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang is in engin
             operation: as ``ask_for_turn``'s.
             move: calls ``batch_get`` as often as it takes.
         """
-        self._current.turn = getattr(operation, "rose_turn", None)
-        return move()
+        turn: PoolTurn | None = getattr(operation, "rose_turn", None)
+        self._current.turn = turn
+        try:
+            return move()
+        finally:
+            if turn is not None and self._pool is not None:
+                self._pool.finish(turn)
 
     def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
         """Of pages that follow each other, how many can be had: from here first, then the pool."""

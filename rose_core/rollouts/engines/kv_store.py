@@ -12,7 +12,8 @@ computed, whole pages of it, and computes the rest. A store is a folder in the n
 
 Where the platform has a pool of memory that all nodes reach (``rose_engines.kv.pool``), pages are
 also written there. An engine whose node lacks them pulls them, if to compute them takes longer.
-It knows both from what it has measured itself, as of late; until then it pulls nothing.
+It knows both from what it has measured itself, as of late (``PullPace``); until then it pulls
+nothing.
 
 Next step: ``rose_engines.kv.policy`` names what is kept.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass
+from typing import cast
 
 PAGE_TOKENS = 16
 """Tokens of a page, which is one file: 2 MiB of an 8B's keys in bfloat16.
@@ -30,18 +32,32 @@ Engines compute whole pages at a time, so a page is no longer than the shortest 
 """
 
 SETUP_SECONDS = 0.05
-"""Until the first page of a pull comes: pages are looked up, and the pool's nodes connected to."""
+"""Until the first page of a pull comes, before it is known (``PullPace``): pages are looked up, and
+the pool's nodes connected to."""
+
+LONGEST_SETUP_SECONDS = 1.0
+"""Whatever was measured: a turn that waits so long before anything comes had better prefill."""
+
+READ_BACK_PAGES = (1, 32)
+"""Pages of two pulls by which an engine measures: two lengths tell set-up and pages apart. Over
+100 Gb/s the second takes 6 ms more for an 8B, which is more than pulls differ by."""
 
 LONGEST_SECONDS = 20.0
 """Of a pull: a third of what a router lets an engine be silent (``placement.watch``), since the
 prefill of what is left follows in silence too."""
 
 MEASURED_SECONDS = 60.0
-"""After which what a pull took is old. An engine then reads back what it has just written: 16 MiB
-of an 8B's keys, for which nobody waits."""
+"""From one measure to the next. An engine reads back what it has just written, also while turns
+pull, since these are all long: 74 MiB of an 8B's keys, for which nobody waits."""
 
 _STAGED_CONTEXTS = 2
-_KEPT, _SLOWER = 0.9, 4.0
+_KEPT, _SLOWER, _QUICKER = 0.9, 4.0, 4.0
+_FEW = 1.8  # pulls, the newest counting most: one measure has two of them
+_ALIKE = 0.05  # lengths of pulls that say nothing of where their time goes
+_FLATTEST = 1 / max(READ_BACK_PAGES)  # of a page's mean time: what short pulls do not tell from 0
+_Sums = tuple[float, float, float, float, float]
+# Over pulls, each by one over its pages: of 1, pages, pages squared, seconds, seconds by pages.
+_NOTHING: _Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class RecentPace:
@@ -67,19 +83,82 @@ class RecentPace:
         self._count = _KEPT * self._count + count
 
 
-def patience(pages: int, seconds_per_token: float, seconds_per_page: float) -> float:
+@dataclass(frozen=True)
+class PullCost:
+    """What a pull takes, as an engine knows it.
+
+    Attributes:
+        setup_seconds: before the first page.
+        seconds_per_page: 0 = nothing is known.
+    """
+
+    setup_seconds: float = SETUP_SECONDS
+    seconds_per_page: float = 0.0
+
+    def of(self, pages: int) -> float:
+        """Seconds of a pull of so many pages."""
+        return self.setup_seconds + pages * self.seconds_per_page
+
+
+class PullPace:
+    """What a pull takes, as of late: a line through whole pulls, by least squares.
+
+    The newest count most. A pull's spread grows with its pages, so each counts by one over them: of
+    long pulls the slope is learned, of short ones the set-up. Where few were seen, or all of one
+    length, nothing tells the two apart. Then all of their time is laid to the pages, and the set-up
+    is ``SETUP_SECONDS`` on top, which pulls too little rather than too much.
+
+    Whoever was stopped in the middle of a pull was not slow: it counts for four times what was
+    expected. One that is four times as quick as any line through the others is no accident: what
+    was slow is so no more, and the past is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self.cost = PullCost()
+        self._sums = _NOTHING
+
+    def note(self, seconds: float, pages: int) -> None:
+        """A pull of so many pages, at least one, has taken so long."""
+        _, pulls, total, _, taken = self._sums
+        if pulls:
+            mean, usual = taken / total, total / pulls
+            # Set-up and pages both take their time, so a line is as high there, and no higher.
+            if _QUICKER * seconds < min(pages, usual) * mean:
+                self._sums = _NOTHING
+            else:
+                most = self.cost.of(pages) if self._are_told_apart() else max(pages, usual) * mean
+                seconds = min(seconds, _SLOWER * most)
+        more = (1 / pages, 1.0, float(pages), seconds / pages, seconds)
+        self._sums = cast(
+            "_Sums", tuple(_KEPT * one + new for one, new in zip(self._sums, more, strict=True))
+        )
+        self.cost = self._fit()
+
+    def _are_told_apart(self) -> bool:
+        ones, pulls, total, _, _ = self._sums
+        return pulls >= _FEW and ones * total - pulls**2 >= _ALIKE * ones * total
+
+    def _fit(self) -> PullCost:
+        ones, pulls, total, shares, taken = self._sums
+        if not self._are_told_apart():
+            return PullCost(SETUP_SECONDS, taken / total)
+        setup = (shares * total - taken * pulls) / (ones * total - pulls**2)
+        setup = min(max(setup, 0.0), LONGEST_SETUP_SECONDS)
+        return PullCost(setup, max((taken - setup * pulls) / total, _FLATTEST * taken / total))
+
+
+def patience(pages: int, seconds_per_token: float, cost: PullCost) -> float:
     """Seconds for which a turn waits for its pages; 0 = none are pulled, to prefill is as quick.
 
     Args:
         pages: that are missing.
         seconds_per_token: of the engine's prefill; 0 = not known.
-        seconds_per_page: of its pulls; 0 = not known.
+        cost: of its pulls.
     """
-    if not seconds_per_page:
+    if not cost.seconds_per_page:
         return 0.0
     computed = min(pages * PAGE_TOKENS * seconds_per_token, LONGEST_SECONDS)
-    pulled = SETUP_SECONDS + pages * seconds_per_page
-    return computed if pulled < computed else 0.0
+    return computed if cost.of(pages) < computed else 0.0
 
 
 def measures_anew(last: float | None, now: float) -> bool:

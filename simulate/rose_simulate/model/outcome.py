@@ -61,6 +61,7 @@ class JobOutcome(msgspec.Struct, frozen=True):
         warmed_tokens: of prompts, computed before their turn came.
         new_tokens: of prompts, that were in no earlier turn of their trajectory.
         fetched_tokens: of prompts, whose keys came from the job's tier.
+        causes: why those of prompts were computed, warmed ones among them (``gpus.recomputed``).
     """
 
     name: str
@@ -83,6 +84,7 @@ class JobOutcome(msgspec.Struct, frozen=True):
     warmed_tokens: int = 0
     new_tokens: int = 0
     fetched_tokens: int = 0
+    causes: dict[str, int] = {}
 
 
 class RunOutcome(msgspec.Struct, frozen=True):

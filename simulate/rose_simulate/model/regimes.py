@@ -20,6 +20,7 @@
 | ``ours-ladder`` | planner | ours | paper's | continued | fifo |
 | ``ours-held`` | planner, ``slots.max`` whatever the turns say | ours | ours | continued | ours |
 | ``ours-kept`` | planner | ours | ours | continued, its keys too (``kept``) | ours |
+| ``ours-node`` | planner | ours | ours | continued, its keys too on its node (``kept``) | ours |
 | ``ours-gain`` | planner, slots where they bring most | ours | ours | continued | ours |
 | ``ours`` | planner | ours | ours | continued | ours |
 | ``clairvoyant`` | planner | stops at once, traceless | ours, true lengths | continued | ours |
@@ -56,6 +57,14 @@ class LendingMode(Enum):
         return self in {LendingMode.PLANNER, LendingMode.ONCE}
 
 
+class KeysKept(Enum):
+    """Where keys outlive the engine that made them."""
+
+    NOWHERE = auto()
+    NODE = auto()
+    POOL = auto()
+
+
 class GateKind(Enum):
     """Who decides when rollouts may compute."""
 
@@ -80,7 +89,7 @@ class RegimeRules:
         by_demand: the planner hears of turns; otherwise leases hold all that they may.
         least_loan_s: a whole replica is not called back earlier, unless serving is in need.
         ends: how the router learns that a trajectory is over.
-        keeps_keys: engines of a job can fetch keys that others of them made.
+        keeps_keys: engines of a job can fetch keys that others of it, or of their node, made.
         by_gain: the planner lends where a slot brings most (``lending.shares.gain``).
     """
 
@@ -98,7 +107,7 @@ class RegimeRules:
     whole_memory: bool = False
     by_demand: bool = True
     ends: Ends = Ends.INFERRED
-    keeps_keys: bool = False
+    keeps_keys: KeysKept = KeysKept.NOWHERE
     by_gain: bool = False
 
 
@@ -135,7 +144,8 @@ RULES: Mapping[Regime, RegimeRules] = {
     Regime.ROSE_PAPER_QUEUE: replace(_paper(GateKind.PAPER, keeps=False), waits=True),
     Regime.OURS_LADDER: RegimeRules(placement=_LADDER, waits=False),
     Regime.OURS_HELD: RegimeRules(by_demand=False),
-    Regime.OURS_KEPT: RegimeRules(keeps_keys=True),
+    Regime.OURS_KEPT: RegimeRules(keeps_keys=KeysKept.POOL),
+    Regime.OURS_NODE: RegimeRules(keeps_keys=KeysKept.NODE),
     Regime.OURS_GAIN: RegimeRules(by_gain=True),
     Regime.OURS: RegimeRules(),
     Regime.CLAIRVOYANT: RegimeRules(gate=GateKind.OPEN, knows_lengths=True, yielding=True),

@@ -20,6 +20,7 @@ from rose_core.stats import quantile
 from rose_core.wire.routing import EngineKind
 from rose_simulate.model.clock import SECOND
 from rose_simulate.model.gpus.gates import ServingRequest
+from rose_simulate.model.gpus.recomputed import Cause
 from rose_simulate.model.outcome import JobOutcome, RunOutcome, ServingOutcome, percentile_ms
 from rose_simulate.model.regimes import RULES
 from rose_simulate.model.scenarios.scenario import Regime, Scenario, Service
@@ -296,6 +297,7 @@ def _counts(world: Simulation) -> Counter[str]:
             "fetched": routed.fetched_tokens,
             "borrowed_prefilled": routed.borrowed_prefilled,
         }
+        numbers |= {f"why/{cause}": number for cause, number in routed.causes.items()}
         found.update({f"{name}/{what}": number for what, number in numbers.items()})
     return found
 
@@ -326,6 +328,7 @@ def _job(name: str, counted: Counter[str], seconds: float) -> JobOutcome:
         warmed_tokens=of("warmed"),
         new_tokens=of("new"),
         fetched_tokens=of("fetched"),
+        causes={cause.value: of(f"why/{cause}") for cause in Cause},
     )
 
 

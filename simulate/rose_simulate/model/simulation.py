@@ -26,7 +26,7 @@ from rose_simulate.model.cluster.planner import PlannerInputs, SimulatedPlanner,
 from rose_simulate.model.cluster.whole import WholeLender
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
 from rose_simulate.model.gpus.gates import ServingRequest
-from rose_simulate.model.gpus.kept import KeptKeys
+from rose_simulate.model.gpus.kept import JobKeys, KeptKeys
 from rose_simulate.model.gpus.paper import PaperGate
 from rose_simulate.model.jobs.job import Job, JobFacts
 from rose_simulate.model.jobs.workload import (
@@ -38,7 +38,7 @@ from rose_simulate.model.jobs.workload import (
     sessions,
     spread,
 )
-from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
+from rose_simulate.model.regimes import GateKind, KeysKept, LendingMode, RegimeRules
 from rose_simulate.model.routing.demand import SimulatedDemands
 from rose_simulate.model.routing.router import Router, RouterOptions
 from rose_simulate.model.routing.turns import AttachedEngine
@@ -142,21 +142,24 @@ class Simulation:
         self.weight_bytes = 0
         self._whole: WholeLender | None = None
         self.planner: SimulatedPlanner | None = None
-        self._tiers = self._kept_keys()
+        self._keys = {job.name: self._keys_of(job) for job in scenario.jobs}
         self.nodes = WorldNodes(self.clock, scenario, seed, self._again, self._retry)
         self._balancer = Balancer(self._serving, lambda: self.nodes.down > 0)
         self._build()
 
     # --- building
 
-    def _kept_keys(self) -> dict[str, KeptKeys]:
-        """By job, where its engines' keys are kept; nowhere under most regimes."""
-        tier, found = self.scenario.kv_tier, {}
-        for job in self.scenario.jobs if self.rules.keeps_keys else ():
-            size = costs(job.device, job.model, 1.0).fit.kv_bytes_per_token
-            room = round(tier.gigabytes * 1e9 / size)
-            found[job.name] = KeptKeys(room, size, tier.gbps * 1e9 / 8)
-        return found
+    def _keys_of(self, job: RolloutJob) -> JobKeys:
+        """Where the job's engines keep keys; nowhere under most regimes."""
+        where, tier = self.rules.keeps_keys, self.scenario.kv_tier
+        if where is KeysKept.NOWHERE:
+            return JobKeys(None)
+        near = where is KeysKept.NODE
+        size = costs(job.device, job.model, 1.0).fit.kv_bytes_per_token
+        room = round((tier.node_gigabytes if near else tier.gigabytes) * 1e9 / size)
+        rate = (tier.node_gbps if near else tier.gbps) * 1e9 / 8
+        setup = 0.0 if near else tier.setup_s
+        return JobKeys(partial(KeptKeys, room, size, rate, setup, is_near=near), by_node=near)
 
     def _build(self) -> None:
         ears = ReplicaCallbacks(self._gate, self._lost, self._served)
@@ -170,7 +173,7 @@ class Simulation:
                     rules=self.rules,
                     ears=ears,
                     machine=self.nodes.under(len(self.replicas) + n),
-                    tiers=self._tiers,
+                    keys=self._keys,
                 )
                 for n in range(service.replicas)
             ]
@@ -278,8 +281,8 @@ class Simulation:
         )
         self.routers[job.name] = router
         newest = partial(self._newest, job.name)
-        tier = self._tiers.get(job.name)
-        own = OwnEngines(self.clock, self.scenario, job, router, newest, kept=tier)
+        keys = self._keys[job.name]
+        own = OwnEngines(self.clock, self.scenario, job, router, newest, keys=keys)
         self.own[job.name] = own
         for engine in own.engines:
             self.nodes.put(engine)

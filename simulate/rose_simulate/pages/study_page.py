@@ -12,6 +12,7 @@ from rose_core.accounting.ledger import total
 from rose_core.accounting.statement import SWEEP, statement
 from rose_core.stats import mean_of
 from rose_simulate.model.fleets.fleet import FleetOutcome
+from rose_simulate.model.gpus.recomputed import Cause
 from rose_simulate.model.outcome import Interval, RunOutcome, paired_ratio
 from rose_simulate.model.run import ledger
 from rose_simulate.model.scenarios.scenario import Regime
@@ -308,6 +309,27 @@ def _refilled(one: Result) -> str:
         text += (
             f"| {row.derate:g} | {row.slowdown:g} | `{row.regime}` | {computed:.2f} "
             f"| {fetched:.2f} | {ratio} |\n"
+        )
+    return text + _causes(one)
+
+
+def _causes(one: Result) -> str:
+    """Why tokens of prompts are computed."""
+    text = (
+        "\nThose that are computed, by who has computed their keys before: nobody, engines with "
+        "older weights alone, this engine (which gave them up for room), another of its node, one "
+        "of another node; and those that the pool has and that are computed as quickly.\n\n"
+        "| derate | slower | regime | new | new weights | room | node | elsewhere | as quickly |\n"
+        "|---|---|---|---|---|---|---|---|---|\n"
+    )
+    order = (Cause.NEW, Cause.WEIGHTS, Cause.ROOM, Cause.NODE, Cause.ELSEWHERE, Cause.UNFETCHED)
+    for row in one.rows:
+        jobs = [job for outcome in _of(one, row) for job in outcome.jobs]
+        new = max(1, sum(job.new_tokens for job in jobs))
+        shares = [sum(job.causes.get(cause, 0) for job in jobs) / new for cause in order]
+        text += (
+            f"| {row.derate:g} | {row.slowdown:g} | `{row.regime}` | "
+            f"{' | '.join(f'{share:.3f}' for share in shares)} |\n"
         )
     return text
 

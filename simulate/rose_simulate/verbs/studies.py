@@ -125,9 +125,11 @@ STUDIES: Mapping[str, Study] = {
         ("normal",),
         "Production beside production whose engines fetch the keys that others of their job made "
         "(`ours-kept`), over a link of 100 Gb/s. The product does so where its platform has a pool "
-        "(`engineHost.kvPool.master`): its engines measure what comes of it and how quickly they "
-        "prefill, and pull what comes sooner. Without a pool, which is the default, it is `ours`.",
-        (Regime.FIXED, Regime.OURS, Regime.OURS_KEPT),
+        "(`engineHost.kvPool`): its engines measure what comes of it and how quickly they prefill, "
+        "and pull what comes sooner. With a store on each node and no pool (`kvStoreGiB`) it is "
+        "`ours-node`, of 256 GB for the job on a node. With neither, which is the default, it is "
+        "`ours`.",
+        (Regime.FIXED, Regime.OURS, Regime.OURS_NODE, Regime.OURS_KEPT),
         derates=(0.5,),
         band=(Interference(serving_slowdown=2.0, rollout_slowdown=2.0),),
     ),

@@ -14,7 +14,7 @@ from rose_simulate.model.gpus.batch import BatchEngine, Sequence
 from rose_simulate.model.gpus.device import CorunningCost, SharedGpus
 from rose_simulate.model.gpus.gates import ReplicaGate, ServingRequest, SimulatedHost, Timings
 from rose_simulate.model.gpus.guarded import BYTES_PER_TOKEN, GuardedGate
-from rose_simulate.model.gpus.kept import KeptKeys
+from rose_simulate.model.gpus.kept import JobKeys
 from rose_simulate.model.gpus.paper import ACTIVATION_S, QUANTUM, PaperGate
 from rose_simulate.model.regimes import GateKind, LendingMode, RegimeRules
 from rose_simulate.model.scenarios.costs import ModelCosts, costs, costs_of, kv_tokens, pairs
@@ -82,7 +82,7 @@ class ReplicaCallbacks:
 class LentReplica:
     """One replica of a service under one regime's rules; ``machine`` None = one of its own.
 
-    ``tiers``: by job, where keys of its other engines are.
+    ``keys``: by job, where keys of its other engines are.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class LentReplica:
         rules: RegimeRules,
         ears: ReplicaCallbacks,
         machine: Machine | None = None,
-        tiers: Mapping[str, KeptKeys] | None = None,
+        keys: Mapping[str, JobKeys] | None = None,
     ) -> None:
-        self._tiers = tiers or {}
+        self._keys = keys or {}
         self.number, self.service = number, service
         self.name = f"{service.name}-{number}"
         self.machine = machine or Machine(self.name)
@@ -164,8 +164,13 @@ class LentReplica:
         own = costs_of(job, service.device, gpus, derate, attention=pays)
         pool = kv_tokens(service.device, job.model, service.rollout_memory_share, gpus)
         chunk = QUANTUM if self._papers else prefill_chunk(self._scenario.contexts.most)
-        tier = self._tiers.get(job.name)
-        engine = BatchEngine(self._clock, own, pool, self.device.update, quantum=chunk, kept=tier)
+        keys = self._keys.get(job.name)
+        engine = BatchEngine(
+            *(self._clock, own, pool, self.device.update),
+            quantum=chunk,
+            kept=None if keys is None else keys.at(self.machine.name),
+            history=None if keys is None else keys.history_of(self.machine.name),
+        )
         engine.set_speed(0.0)
         self._ears.served(self, engine)
         return engine

@@ -13,7 +13,7 @@ from rose_core.rollouts.training.rounds import RoundKind
 from rose_simulate.model.clock import VirtualClock
 from rose_simulate.model.cluster.nodes import Dedicated
 from rose_simulate.model.gpus.batch import BatchEngine
-from rose_simulate.model.gpus.kept import KeptKeys
+from rose_simulate.model.gpus.kept import JobKeys
 from rose_simulate.model.jobs.widths import RoundSeen, Width, decide
 from rose_simulate.model.routing.router import Router
 from rose_simulate.model.scenarios.costs import costs_of, kv_tokens
@@ -28,7 +28,7 @@ class OwnEngines:
 
     Args:
         newest: the version that its trainer has.
-        kept: where keys of the job's other engines are; None = nowhere.
+        keys: where keys of the job's other engines are, and who has made which.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class OwnEngines:
         router: Router,
         newest: Callable[[], int],
         *,
-        kept: KeptKeys | None = None,
+        keys: JobKeys,
     ) -> None:
-        self._kept = kept
+        self._keys, self._gpus_of_node = keys, scenario.nodes.gpus
         self._clock, self._job, self._router, self._newest = clock, job, router, newest
         self._start_s = scenario.delays.start_s
         self._widths = {
@@ -56,8 +56,11 @@ class OwnEngines:
         width = self._widths[self.width]
         found = []
         for number in range(width.engines):
+            node = f"{self._job.name}-{number * width.gpus // self._gpus_of_node}"
             batch = BatchEngine(
-                self._clock, width.times, width.kv_tokens, _nothing, kept=self._kept
+                *(self._clock, width.times, width.kv_tokens, _nothing),
+                kept=self._keys.at(node),
+                history=self._keys.history_of(node),
             )
             name = f"{self._job.name}-dedicated-{number}"
             found.append(Dedicated(name, batch, width.most, self._router, self._newest))

@@ -14,11 +14,12 @@ share of the device: 0 frozen, 1 alone, less when co-running; work done is kept 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from rose_simulate.model.clock import SECOND, Event, VirtualClock
-from rose_simulate.model.gpus.kept import KeptKeys
+from rose_simulate.model.gpus.kept import KeptKeys, TierReader
+from rose_simulate.model.gpus.recomputed import Cause, EngineHistory
 from rose_simulate.model.scenarios.costs import ModelCosts, pairs, steps_in, time_of
 
 PREFILL_CHUNK = 8192
@@ -34,6 +35,7 @@ class Sequence:
         left: output tokens still to come.
         uncached: tokens of the context that it had to prefill; ``fetched``: that it got from the
             job's tier instead.
+        causes: of ``uncached``, where the job's history is kept.
     """
 
     session: str
@@ -45,6 +47,7 @@ class Sequence:
     uncached: int = 0
     fetched: int = 0
     reserved: int = 0
+    causes: Mapping[Cause, int] = field(default_factory=dict)
 
 
 class BatchEngine:
@@ -57,6 +60,7 @@ class BatchEngine:
         on_busy: called when it begins or ceases to have work.
         quantum: tokens of one prefill chunk, the longest time it cannot be stopped.
         kept: where keys are that other engines made; None = nowhere.
+        history: what this and the job's other engines have computed; None = nobody asks.
     """
 
     def __init__(
@@ -68,8 +72,11 @@ class BatchEngine:
         *,
         quantum: int = PREFILL_CHUNK,
         kept: KeptKeys | None = None,
+        history: EngineHistory | None = None,
     ) -> None:
         self._clock, self._costs, self._kept = clock, costs, kept
+        self._reader = None if kept is None else TierReader(kept)
+        self._history = history
         self.kv_tokens, self._on_busy, self.quantum = kv_tokens, on_busy, quantum
         self._divisor = 1
         self.waiting: deque[Sequence] = deque()
@@ -152,6 +159,8 @@ class BatchEngine:
         """The engine is lost with everything in it."""
         self._settle()
         lost = [*self.waiting, *self._prefilling, *self.running]
+        for sequence in self.running:
+            self._note_made(sequence)
         self.waiting.clear()
         self._prefilling, self.running = [], []
         self._cache.clear()
@@ -237,9 +246,9 @@ class BatchEngine:
         return whole
 
     def _fetch_s(self) -> float:
-        if self._kept is None:
+        if self._reader is None:
             return 0.0
-        return sum(self._kept.seconds(one.fetched) for one in self._prefilling)
+        return sum(self._reader.seconds(one.fetched) for one in self._prefilling)
 
     def _admit(self) -> None:
         chunk = 0
@@ -253,6 +262,7 @@ class BatchEngine:
             self._cached -= kept
             sequence.fetched = self._fetches(sequence, kept)
             sequence.uncached = max(1, sequence.context - kept - sequence.fetched)
+            sequence.causes = self._causes(sequence)
             sequence.reserved = whole
             self._reserved += whole
             self._prefilling.append(sequence)
@@ -260,13 +270,24 @@ class BatchEngine:
 
     def _fetches(self, sequence: Sequence, has: int) -> int:
         """Tokens whose keys come from other engines, where that is quicker than to prefill."""
-        if self._kept is None:
+        if self._kept is None or self._reader is None:
             return 0
         lacks = max(0, min(self._kept.held(sequence.session), sequence.context - 1) - has)
         if not lacks:
             return 0
         computed = self._prefill_of(lacks, pairs(lacks, has)) / (self.speed or 1.0)
-        return self._kept.fetched(lacks, computed / lacks)
+        return self._reader.fetched(lacks, computed / lacks)
+
+    def _causes(self, sequence: Sequence) -> Mapping[Cause, int]:
+        if self._history is None:
+            return {}
+        session, whole = sequence.session, sequence.context
+        in_tier = 0 if self._kept is None else self._kept.held(session)
+        return self._history.causes(session, range(whole - sequence.uncached, whole), in_tier)
+
+    def _note_made(self, sequence: Sequence) -> None:
+        if self._history is not None:
+            self._history.note(sequence.session, sequence.context + sequence.produced)
 
     def _make_room(self, tokens: int, session: str) -> bool:
         own = self._cache.get(session, 0)
@@ -320,18 +341,20 @@ class BatchEngine:
             self._context += sequence.context + sequence.produced
             self.running.append(sequence)
             self._write(sequence, sequence.context)
+            self._note_made(sequence)
         for sequence in fresh:
             sequence.on_first()
 
     def _write(self, sequence: Sequence, tokens: int) -> None:
-        if self._kept is not None and sequence.session:
-            self._kept.keep(sequence.session, tokens)
+        if self._reader is not None and sequence.session:
+            self._reader.write(sequence.session, tokens, self._clock.now_s)
 
     def _release(self, sequence: Sequence, *, keep: bool) -> None:
         self._reserved -= sequence.reserved
         length = sequence.context + sequence.produced
         if sequence.produced:
             self._context -= length
+            self._note_made(sequence)
         if keep and sequence.session and self._make_room(length, sequence.session):
             self._cached += length - self._cache.pop(sequence.session, 0)
             self._cache[sequence.session] = length

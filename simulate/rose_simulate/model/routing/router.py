@@ -118,6 +118,7 @@ class Router:
             lambda: self._sight.scene(self._sight.engines(), lambda: 1.0),
             self._sight.turn,
             lambda: len(self._queue),
+            self.counts.causes,
         )
         self.warmer = SimulatedWarmer(clock, around)
 
@@ -210,7 +211,7 @@ class Router:
     def submit(self, turn: RoutedTurn) -> None:
         """A turn has come."""
         self.counts.turns += 1
-        self.counts.new_tokens += turn.context - turn.cached
+        turn.new = turn.context - turn.cached
         if self._sight.remembers:
             now = self._clock.now_s
             if self._manners.ends is not Ends.UNKNOWN:
@@ -369,6 +370,10 @@ class Router:
         self.counts.tokens += sequence.produced
         self.counts.again_prefilled += sequence.uncached
         self.counts.fetched_tokens += sequence.fetched
+        self.counts.causes.update(sequence.causes)
+        if sequence.uncached:
+            self.counts.new_tokens += turn.new
+            turn.new = 0
         if engine.kind is EngineKind.BORROWED:
             self.counts.borrowed_tokens += sequence.produced
             self.counts.borrowed_prefilled += sequence.uncached

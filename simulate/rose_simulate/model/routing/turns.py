@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from rose_core.rollouts.placement.selection import TurnView
 from rose_core.wire.routing import EngineKind
 from rose_simulate.model.clock import Event
 from rose_simulate.model.gpus.batch import BatchEngine, Sequence
+from rose_simulate.model.gpus.recomputed import Cause
 
 
 @dataclass(eq=False)
@@ -55,6 +57,7 @@ class RoutedTurn:
         born: number of its trajectory, counted as they began.
         withdrawn: nobody wants it any more.
         warmed: where its prefix was warmed before it came; empty = nowhere.
+        new: tokens of its context that were in no earlier turn; 0 once they are counted.
         view, since: how placement saw it when it began to wait, and when that was (seconds).
     """
 
@@ -76,6 +79,7 @@ class RoutedTurn:
     since: float = 0.0
     withdrawn: bool = False
     warmed: str = ""
+    new: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -111,8 +115,10 @@ class Counts:
     """What the router counts.
 
     Attributes:
-        new_tokens: of prompts, that were in no earlier turn of their trajectory.
+        new_tokens: of prompts, that were in no earlier turn of their trajectory; counted with what
+            was computed, when a turn's first leg ends.
         fetched_tokens: whose keys came from the job's tier.
+        causes: why those of prompts were computed, warmed ones among them.
     """
 
     turns: int = 0
@@ -124,4 +130,5 @@ class Counts:
     borrowed_prefilled: int = 0
     borrowed_tokens: int = 0
     tokens: int = 0
+    causes: Counter[Cause] = field(default_factory=Counter)
     queue_s: float = 0.0

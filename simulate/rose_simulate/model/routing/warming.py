@@ -23,6 +23,7 @@ from rose_core.rollouts.placement.warming import (
 )
 from rose_simulate.model.clock import SECOND, VirtualClock
 from rose_simulate.model.gpus.batch import Sequence
+from rose_simulate.model.gpus.recomputed import Cause
 from rose_simulate.model.routing.turns import AttachedEngine, RoutedTurn
 
 
@@ -46,6 +47,7 @@ class WarmingContext:
         scene: what placement would be asked with now.
         view: a turn as placement would see it.
         waiting: how many turns wait.
+        causes: why tokens are computed; those of prefixes that got warm are added.
     """
 
     engines: MutableMapping[str, AttachedEngine]
@@ -53,6 +55,7 @@ class WarmingContext:
     scene: Callable[[], DispatchState]
     view: Callable[[RoutedTurn], TurnView]
     waiting: Callable[[], int]
+    causes: Counter[Cause]
 
 
 class SimulatedWarmer:
@@ -173,6 +176,7 @@ class SimulatedWarmer:
             return
         engine, turn = rest.engine, rest.turn
         self.tokens += sequence.uncached
+        self._around.causes.update(sequence.causes)
         self.ended[WarmOutcome.UNUSED] += rest.warm  # it was warm somewhere else, for nothing
         turn.home, turn.cached, turn.home_version = engine.name, turn.context, version
         now = self._clock.now_s

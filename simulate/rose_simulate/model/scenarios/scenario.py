@@ -38,6 +38,7 @@ class Regime(StrEnum):
     OURS_LADDER = "ours-ladder"
     OURS_HELD = "ours-held"
     OURS_KEPT = "ours-kept"
+    OURS_NODE = "ours-node"
     OURS_GAIN = "ours-gain"
     OURS = "ours"
     CLAIRVOYANT = "clairvoyant"
@@ -234,16 +235,25 @@ class Link(Strict):
 
 
 class KvTier(Strict):
-    """Where ``ours-kept`` keeps keys and values beyond the engine that made them (``kept``).
+    """Where keys and values are kept beyond the engine that made them (``kept``).
+
+    ``ours-kept`` has a pool that all engines of a job reach, ``ours-node`` a folder on each node.
 
     Attributes:
         gigabytes: of each job's tier.
         gbps: gigabits per second at which an engine gets them back, of the platform's network and
             store; engines measure it.
+        setup_s: of a pull, before its first page; engines measure that, too.
+        node_gigabytes: of each job's folder on a node.
+        node_gbps: gigabits per second at which an engine reads it; the default is what one process
+            does (``bench.keys``: 0.18 s/GB).
     """
 
     gigabytes: Positive = 1000.0
     gbps: Positive = 100.0
+    setup_s: Annotated[float, Field(ge=0)] = 0.05
+    node_gigabytes: Positive = 256.0
+    node_gbps: Positive = 44.0
 
 
 class Interference(Strict):
