@@ -126,7 +126,7 @@ class PullPace:
             if _QUICKER * seconds < min(pages, usual) * mean:
                 self._sums = _NOTHING
             else:
-                most = self.cost.of(pages) if self._are_told_apart() else max(pages, usual) * mean
+                most = self.cost.of(pages) if self._has_a_line() else max(pages, usual) * mean
                 seconds = min(seconds, _SLOWER * most)
         more = (1 / pages, 1.0, float(pages), seconds / pages, seconds)
         self._sums = cast(
@@ -134,13 +134,13 @@ class PullPace:
         )
         self.cost = self._fit()
 
-    def _are_told_apart(self) -> bool:
+    def _has_a_line(self) -> bool:
         ones, pulls, total, _, _ = self._sums
         return pulls >= _FEW and ones * total - pulls**2 >= _ALIKE * ones * total
 
     def _fit(self) -> PullCost:
         ones, pulls, total, shares, taken = self._sums
-        if not self._are_told_apart():
+        if not self._has_a_line():
             return PullCost(SETUP_SECONDS, taken / total)
         setup = (shares * total - taken * pulls) / (ones * total - pulls**2)
         setup = min(max(setup, 0.0), LONGEST_SETUP_SECONDS)
