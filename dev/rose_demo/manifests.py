@@ -37,7 +37,7 @@ from rose_demo.pieces import (
     variables,
     volumes,
 )
-from rose_demo.receiver import GRPC_PORT, HTTP_PORT
+from rose_demo.span_receiver import GRPC_PORT, HTTP_PORT
 from rose_dev.image import IMAGE
 from rose_engines.process.launch import Launch
 from rose_engines.sglang.arguments import command, environment
@@ -224,7 +224,7 @@ def receiver() -> list[Object]:
         "name": "receiver",
         "image": IMAGE,
         "imagePullPolicy": "Never",
-        "command": ["python", "-m", "rose_demo.receiver", "--host=0.0.0.0"],
+        "command": ["python", "-m", "rose_demo.span_receiver", "--host=0.0.0.0"],
         "readinessProbe": {
             "httpGet": {"path": "/healthz", "port": HTTP_PORT},
             "periodSeconds": 2,

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from rose_core.identity import published
-from rose_demo import calibrate, placement
+from rose_demo import calibrate, cores
 from rose_demo.collect import Collector, gate_intervals, stop_seconds
 from rose_demo.errors import SetUpFailed
 from rose_demo.load import burst, span_seconds
@@ -61,7 +61,7 @@ def process(
         )
     reaper.child(started.pid)
     os.setpriority(os.PRIO_PROCESS, started.pid, nice)
-    placement.apply({started.pid: placement.Cores.REST}, placement.cores())
+    cores.apply({started.pid: cores.Cores.REST}, cores.cores())
     try:
         yield started
     finally:
@@ -191,7 +191,7 @@ async def measure(stack: Stack, reaper: Reaper, screen: Screen) -> Recording:
         seen.samples.append(msgspec.structs.replace(await collector.look(), at_s=0.0))
         counted_from = time.monotonic()
         with (
-            placement.as_best_effort(stack.node.place.seat.cgroup) as join,
+            cores.as_best_effort(stack.node.place.seat.cgroup) as join,
             process(trainer_argv, out / "trainer.log", reaper) as trainer,
         ):
             join(trainer.pid)

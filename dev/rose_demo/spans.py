@@ -1,6 +1,6 @@
 """Spans of routers as the demo keeps them, and the one trajectory that its report shows. Pure.
 
-``receiver`` takes them as an OTLP collector does; ``waterfall`` draws them.
+``span_receiver`` takes them as an OTLP collector does; ``waterfall`` draws them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from rose_core.api.reasons import ConditionType, Reason
-from rose_demo import manifests, placement
+from rose_demo import cores, manifests
 from rose_demo.calibrate import LEAST_OBJECTIVE, Objective
 from rose_demo.errors import AlreadyRunning, SetUpFailed
 from rose_demo.manifests import dedicated
@@ -47,7 +47,7 @@ from rose_demo.pieces import (
     Engines,
     Object,
 )
-from rose_demo.receiver import HTTP_PORT
+from rose_demo.span_receiver import HTTP_PORT
 from rose_dev.cluster.namespaces import marked
 from rose_dev.cluster.node import Node
 from rose_dev.errors import StartFailed
@@ -279,10 +279,10 @@ class Stack:
         Again and again, because processes come and go; the pods are looked up once.
         """
         lent, host, agent = self._placed_pods
-        decision = placement.decide(
-            placement.read(marked(self.node.place)), lent_pod=lent, host_pod=host, free_pods=[agent]
+        decision = cores.decide(
+            cores.read(marked(self.node.place)), lent_pod=lent, host_pod=host, free_pods=[agent]
         )
-        placement.apply(decision, placement.cores())
+        cores.apply(decision, cores.cores())
 
     @functools.cached_property
     def _placed_pods(self) -> tuple[str, str, str]:

@@ -2,7 +2,7 @@
 
 To be away is no try, so both are asked until a reward's time is over. All that a restart cut off
 come back spread over the pauses (exponential backoff with jitter). Next step: ``judge`` and
-``sandboxes`` ask.
+``programs`` ask.
 """
 
 from __future__ import annotations

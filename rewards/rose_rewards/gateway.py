@@ -37,7 +37,7 @@ from rose_core.rewards.hedging import RunningReward, hedge, next_late
 from rose_core.rewards.limits import TimeLimits
 from rose_core.rewards.order import RewardQueue
 from rose_core.rewards.results import Lost, Masked, Result, Scored, result_of
-from rose_rewards import judge, metrics, sandboxes
+from rose_rewards import judge, metrics, programs
 from rose_rewards.errors import BadReward, Busy, WorkerEnded, WorkerKilled
 from rose_rewards.functions import RewardFunction
 from rose_rewards.journal import KnownResult, ResultJournal
@@ -685,7 +685,7 @@ class Gateway:
         if not one.cases:
             return Masked("NoVerdict: the program has no case", 0.0)
         try:
-            return await sandboxes.verdict(
+            return await programs.verdict(
                 function, self.session, one.reward.answer, one.cases, self.clock
             )
         except WorkerEnded as error:

@@ -11,7 +11,7 @@ fraction one within the tolerance |
 What a program gives is a stranger's. It is walked along what is expected, so it decides neither how
 deep nor how long: of what it printed there is never more than a word apart from the whole, and a
 result is not even read that is longer than one that is right. Its values are never keys: numbers
-can be made whose hashes collide. Results are written as ``rose_rewards.inside`` says.
+can be made whose hashes collide. Results are written as ``rose_rewards.program_cases`` says.
 """
 
 from __future__ import annotations

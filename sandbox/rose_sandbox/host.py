@@ -35,7 +35,7 @@ from rose_core.sandboxes.outside import EgressEffect
 from rose_core.sandboxes.policy import BoundaryAction, Decision, HostPressure, ModelWait
 from rose_core.sandboxes.tunnels import TunnelLimits
 from rose_core.sandboxes.turns import HOLD_SECONDS, SandboxPhase
-from rose_sandbox import children, metrics
+from rose_sandbox import fork_children, metrics
 from rose_sandbox.admission import Admission, memory_pressure
 from rose_sandbox.answers import Forked, Restored, SessionStatus
 from rose_sandbox.box import BoundTokens, Box, key_of
@@ -49,7 +49,6 @@ from rose_sandbox.errors import (
     UnknownTurn,
 )
 from rose_sandbox.inspector.inspector import Inspector
-from rose_sandbox.once import RunningCommands
 from rose_sandbox.recorded import (
     check_tokens,
     read_effect,
@@ -58,6 +57,7 @@ from rose_sandbox.recorded import (
     written_result,
     written_spec,
 )
+from rose_sandbox.running_commands import RunningCommands
 from rose_sandbox.runtimes.runtime import ExecResult, Handle, Limits, Runtime, SandboxSpec
 from rose_sandbox.saving import Saver
 from rose_sandbox.tunnel import Tunnel
@@ -457,7 +457,7 @@ class Host:
 
             owned, watching = await self._take(handle, take)
             going_on = BoundTokens(ids, record.weight_versions, history)
-            box = children.revive(record, going_on, Box(spec, handle, owned))
+            box = fork_children.revive(record, going_on, Box(spec, handle, owned))
             box.effects = happened
             await self._begin(session, box, watching)
             metrics.RESTORES.labels("restore").inc()
@@ -490,13 +490,13 @@ class Host:
         if not name:
             record = await self._record(session, turn)
             stem, taken = f"{session}.{record.turn}", frozenset(self._boxes)
-            new = await asyncio.to_thread(children.new_names, self._records, stem, n, taken)
+            new = await asyncio.to_thread(fork_children.new_names, self._records, stem, n, taken)
             made = await self._make(session, record, dict.fromkeys(new))
             return replace(made, here=made.sessions)
-        names = children.names_of(session, name, n)
+        names = fork_children.names_of(session, name, n)
         async with self._alone(session):
             at, missing = await asyncio.to_thread(
-                children.find_missing, self._records, session, names, turn
+                fork_children.find_missing, self._records, session, names, turn
             )
             record = await self._record(session if missing else names[0], at)
             for one in missing:
@@ -505,8 +505,8 @@ class Host:
             here = tuple(one for one in names if one in self._boxes)
             return replace(made, sessions=names, here=here)
 
-    async def _make(self, session: str, record: TurnRecord, names: children.Taken) -> Forked:
-        """Children of a record, each with the fence that it is taken under (``children``)."""
+    async def _make(self, session: str, record: TurnRecord, names: fork_children.Taken) -> Forked:
+        """Children of a record, each with the fence that it is taken under (``fork_children``)."""
         ids = await asyncio.to_thread(self._records.ids, record)
         history = await asyncio.to_thread(self._records.history, record)
         given = Forked(tuple(names), record.turn, ids, record.weight_versions, history)
@@ -522,7 +522,7 @@ class Host:
         )
         errors = [one for one in made if isinstance(one, BaseException)]
         if errors:
-            gone = children.find_ending(names, made, self._boxes)
+            gone = fork_children.find_ending(names, made, self._boxes)
             await asyncio.gather(*(self.end(name, forget=True) for name in gone))
             raise errors[0]
         metrics.RESTORES.labels("fork").inc(len(names))
@@ -545,7 +545,7 @@ class Host:
 
         owned, watching = await self._take(handle, take)
         going_on = BoundTokens(given.ids, given.weight_versions, given.history)
-        box = children.revive(record, going_on, Box(spec, handle, owned))
+        box = fork_children.revive(record, going_on, Box(spec, handle, owned))
         await self._begin(name, box, watching)
 
     async def close(self) -> None:

@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from rose_core.rewards.cases import read_cases
-from rose_rewards import sandboxes
+from rose_rewards import programs
 from tests.rewards.program_hosts import real_host
 from tests.rewards.test_asserts import FORGED
 
@@ -39,8 +39,8 @@ async def test_each_form_is_earned_by_its_answer_and_by_nothing_else(tmp_path: P
         function = host.function(caseSeconds=20, partial=True)
         now = asyncio.get_running_loop().time
         forged = FORGED + "class Solution:\n  f = f\n"
-        found = await sandboxes.verdict(function, http, RIGHT, read_cases(LINES), now)
+        found = await programs.verdict(function, http, RIGHT, read_cases(LINES), now)
         assert found.correct, found
-        found = await sandboxes.verdict(function, http, forged, read_cases(LINES), now)
+        found = await programs.verdict(function, http, forged, read_cases(LINES), now)
         assert found.reward == 0, found
         assert host.host.sessions() == ()

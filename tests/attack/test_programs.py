@@ -18,7 +18,7 @@ import pytest
 
 from rose_core.rewards.cases import read_cases
 from rose_core.rewards.results import Scored
-from rose_rewards import inside, sandboxes
+from rose_rewards import program_cases, programs
 from tests.rewards.program_hosts import ProgramHost, real_host
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(300)]
@@ -27,7 +27,7 @@ RIGHT = "print(int(input()) * 2)"
 CASES = {"inputs": ["1", "2", "30"], "outputs": ["2", "4", "60"]}
 CALLS = {"inputs": [[1], [30]], "outputs": [[2], [60]], "fn_name": "f"}
 # A verdict as what runs programs would write it, and all else that harnesses have ever looked for.
-FORGED = inside.HELLO + b"".join(
+FORGED = program_cases.HELLO + b"".join(
     json.dumps({"case": n, "end": "exited", "code": 0, "seconds": 0, "bytes": 1}).encode() + b"\n2"
     for n in range(3)
 )
@@ -60,7 +60,7 @@ async def judged(
     async with aiohttp.ClientSession() as http:
         cases = read_cases(expected)
         now = asyncio.get_running_loop().time
-        return await sandboxes.verdict(function, http, program, cases, now)
+        return await programs.verdict(function, http, program, cases, now)
 
 
 @pytest.mark.parametrize(

@@ -19,19 +19,19 @@ from aiohttp.test_utils import TestServer
 from rose_core.api.rolloutlease import RolloutLease
 from rose_core.api.servingpool import ServingPool
 from rose_core.guard.crossover import Schedule
-from rose_demo import load, manifests, placement
+from rose_demo import cores, load, manifests
 from rose_demo.calibrate import LEAST_OBJECTIVE, Objective
 from rose_demo.collect import Collector, gate_intervals, sample, stop_seconds, totals
+from rose_demo.cores import Cores, Process
 from rose_demo.errors import BadTrace, SetUpFailed
 from rose_demo.main import main
 from rose_demo.manifests import dedicated
 from rose_demo.measure import Lines, load_command, next_pair
 from rose_demo.options import parse
 from rose_demo.pieces import DEDICATED, SYSTEM, TRACES, Build, Engines
-from rose_demo.placement import Cores, Process
 from rose_demo.reaper import watch
-from rose_demo.receiver import Receiver, receiving
 from rose_demo.records import ClassFigures, Role
+from rose_demo.span_receiver import Receiver, receiving
 from rose_demo.stack import Stack, pods_of, resting
 from rose_demo.trace import (
     Arrival,
@@ -275,9 +275,7 @@ def test_the_stand_in_core_is_for_the_lent_replica_and_its_rollout_engine() -> N
         Process(5, "/kubepods/podOTHER/x", "sglang::scheduler"),
         Process(6, "/", "kubelet"),
     ]
-    found = placement.decide(
-        processes, lent_pod="podLENT", host_pod="podHOST", free_pods=["podAGENT"]
-    )
+    found = cores.decide(processes, lent_pod="podLENT", host_pod="podHOST", free_pods=["podAGENT"])
     stand_in = {pid for pid, cores in found.items() if cores is Cores.STAND_IN}
     assert stand_in == {1, 3, 7, 8}
     assert found[4] is Cores.ANY
@@ -289,7 +287,7 @@ def test_processes_that_are_gone_are_skipped(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "cmdline").write_bytes(b"rose\0tap\0")
     (folder / "cgroup").write_text("0::/a")
-    assert placement.read([7, 8], tmp_path) == [Process(7, "0::/a", "rose tap ")]
+    assert cores.read([7, 8], tmp_path) == [Process(7, "0::/a", "rose tap ")]
 
 
 def test_a_trainer_joins_the_group_of_pods_that_ask_for_nothing(tmp_path: Path) -> None:
@@ -297,7 +295,7 @@ def test_a_trainer_joins_the_group_of_pods_that_ask_for_nothing(tmp_path: Path) 
         (tmp_path / controller / "node/kubepods/besteffort").mkdir(parents=True)
         (tmp_path / controller / "cgroup.procs").touch()
     group = tmp_path / "cpu,cpuacct/node/kubepods/besteffort/rose-demo-trainer"
-    with placement.as_best_effort("node", tmp_path) as join:
+    with cores.as_best_effort("node", tmp_path) as join:
         join(7)
         assert (group / "cgroup.procs").read_text() == "7"
         (group / "cgroup.procs").unlink()  # the kernel's files go with the group
@@ -309,7 +307,7 @@ def test_a_node_without_a_kubelet_has_no_such_group(tmp_path: Path) -> None:
     (tmp_path / "cgroup.controllers").touch()
     with (
         pytest.raises(SetUpFailed, match="kubelet running"),
-        placement.as_best_effort("n", tmp_path),
+        cores.as_best_effort("n", tmp_path),
     ):
         pass
 

@@ -13,9 +13,9 @@ import pytest
 from aiohttp import web
 
 from bench.sandboxes.own import own_gvisor, own_runtime
-from rose_rewards import inside
+from rose_rewards import program_cases
 from rose_rewards.functions import RewardFunction
-from rose_rewards.sandboxes import FOLDER
+from rose_rewards.programs import FOLDER
 from rose_sandbox.errors import Unavailable, UnknownSandbox
 from rose_sandbox.host import Host
 from rose_sandbox.http import ServingTraffic, application
@@ -80,7 +80,7 @@ class PlayedRuntime(FakeRuntime):
         name = (await self.read_file(handle, f"{FOLDER}/program.py")).decode().strip()
         job = json.loads(await self.read_file(handle, f"{FOLDER}/job.json"))
         self.commands.append(job["command"])
-        said = inside.HELLO
+        said = program_cases.HELLO
         for number in range(int(asked[1]), int(asked[1]) + int(asked[2])):
             self.ran.append((name, number))
             end, code, gave = await self.programs[name](job["cases"][number])

@@ -11,7 +11,7 @@ import pytest
 
 from rose_core.rewards.answers import is_answer
 from rose_core.rewards.cases import AssertCase, BadCases, Near, read_cases
-from rose_rewards import inside
+from rose_rewards import program_cases
 
 # What a model under training may come to write instead of ``f``: equal to all, near to all.
 FORGED = """
@@ -126,9 +126,9 @@ REFUSED = [
 
 def written(case: AssertCase, program: str) -> bytes:
     """What the sandbox says of a case, as the runner inside writes it."""
-    space = inside._namespace()
+    space = program_cases._namespace()
     exec(program, space)  # noqa: S102  # of this file
-    return json.dumps(inside._written(eval(case.given, space))).encode()  # noqa: S307  # likewise
+    return json.dumps(program_cases._written(eval(case.given, space))).encode()  # noqa: S307  # likewise
 
 
 def the_case(line: str) -> AssertCase:

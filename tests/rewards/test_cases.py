@@ -19,7 +19,7 @@ from rose_core.rewards.cases import (
     program_of,
     read_cases,
 )
-from rose_rewards import inside
+from rose_rewards import program_cases
 
 
 def test_the_forms_of_data_sets_give_the_same_cases() -> None:
@@ -188,7 +188,7 @@ def test_lines_and_words_of_what_is_printed_are_compared(
 
 
 def written(value: object) -> bytes:
-    return json.dumps(inside._written(value)).encode()
+    return json.dumps(program_cases._written(value)).encode()
 
 
 @pytest.mark.parametrize(

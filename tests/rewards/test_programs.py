@@ -28,7 +28,7 @@ from rose_rewards.errors import BadFunctions, BadReward
 from rose_rewards.functions import RewardFunction, read
 from rose_rewards.gateway import Gateway, Reward
 from rose_rewards.main import running
-from rose_rewards.sandboxes import verdict
+from rose_rewards.programs import verdict
 from rose_wire.ports import free_port
 from tests.host.helpers import until
 from tests.rewards.program_hosts import (

@@ -20,7 +20,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from rose_core.wire.routing import EngineKind
-from rose_demo.receiver import Receiver, receiving
+from rose_demo.span_receiver import Receiver, receiving
 from rose_demo.spans import SpanRecord, most_eventful, since
 from rose_demo.waterfall import waterfall
 from rose_dev.waiting import until

@@ -44,7 +44,7 @@ from rose_sandbox.errors import (
     UnknownSandbox,
 )
 from rose_sandbox.runtimes import oci
-from rose_sandbox.runtimes.held import OpenFile, held_with, write_held
+from rose_sandbox.runtimes.open_files import OpenFile, held_with, write_held
 from rose_sandbox.runtimes.parts import Parts, find_parts
 from rose_sandbox.runtimes.processes import empty, group_of
 from rose_sandbox.runtimes.programs import call, run

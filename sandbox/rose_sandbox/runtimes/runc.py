@@ -40,7 +40,7 @@ from rose_sandbox.runtimes.container import (
     FrozenCut,
 )
 from rose_sandbox.runtimes.files import is_gone, look, put, read, runner_of, write
-from rose_sandbox.runtimes.held import held_by
+from rose_sandbox.runtimes.open_files import held_by
 from rose_sandbox.runtimes.parts import PROGRAMS
 from rose_sandbox.runtimes.processes import (
     POLL_SECONDS,

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from rose_sandbox.errors import RuntimeFailed
-from rose_sandbox.runtimes.held import HELD, OpenFile, give_numbers, write_held
 from rose_sandbox.runtimes.kernel import (
     FIRST_ID,
     create_subvolume,
@@ -27,6 +26,7 @@ from rose_sandbox.runtimes.kernel import (
     snapshot_subvolume,
     unmount,
 )
+from rose_sandbox.runtimes.open_files import HELD, OpenFile, give_numbers, write_held
 from rose_sandbox.runtimes.parts import Parts
 from rose_sandbox.runtimes.programs import call, run
 

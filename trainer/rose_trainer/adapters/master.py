@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 
 from rose_core.identity import WeightVersion
-from rose_trainer.adapters.host import HostCopy, Publishes
+from rose_trainer.adapters.host_copy import HostCopy, Publishes
 from rose_trainer.publisher import Publisher
 
 

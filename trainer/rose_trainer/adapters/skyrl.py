@@ -25,7 +25,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
-from rose_trainer.adapters.host import Publishes
+from rose_trainer.adapters.host_copy import Publishes
 from rose_trainer.adapters.master import Master, read_token, to_store
 from rose_trainer.adapters.report import UNREADABLE, report
 from rose_trainer.errors import Unsupported

@@ -25,7 +25,7 @@ import torch
 
 from rose_core.identity import WeightVersion
 from rose_core.rollouts.training.consumption import ConsumptionBound, next_batch
-from rose_trainer.adapters.host import HostCopy, Publishes
+from rose_trainer.adapters.host_copy import HostCopy, Publishes
 
 __all__ = ["OldestFirst", "WeightTransfer"]
 

@@ -32,7 +32,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from rose_trainer.adapters.host import Named, Publishes, each
+from rose_trainer.adapters.host_copy import Named, Publishes, each
 from rose_trainer.adapters.master import Master, read_token, to_store
 from rose_trainer.adapters.report import UNREADABLE
 from rose_trainer.adapters.turns import Turn, Turns

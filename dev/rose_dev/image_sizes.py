@@ -1,4 +1,4 @@
-"""``python -m rose_dev.sizes``: how large the Python packages of each image are.
+"""``python -m rose_dev.image_sizes``: how large the Python packages of each image are.
 
 Counted are the files of ROSE and of every distribution that the image's extras need, as they are
 installed here, byte code left out: it is made from them, in the image as anywhere. The engine's

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rose_sandbox.runtimes import held
-from rose_sandbox.runtimes.held import (
+from rose_sandbox.runtimes import open_files
+from rose_sandbox.runtimes.open_files import (
     HELD,
     MOST_BURNT,
     OpenFile,
@@ -93,7 +93,7 @@ def test_held_files_get_their_numbers_back_and_what_is_too_far_costs_nothing(
 def test_several_held_files_use_up_what_one_could(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(held, "MOST_BURNT", 10)
+    monkeypatch.setattr(open_files, "MOST_BURNT", 10)
     wanted = [OpenFile(number, f"/{number}") for number in (8, 14, 40)]
     numbers = Numbers(1, monkeypatch)
     give_numbers(tmp_path, archive_of(tmp_path / "archive", wanted))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from rose_dev.site import on_page_markdown
+from rose_dev.docs_site import on_page_markdown
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""``python -m rose_demo.receiver``: takes routers' spans by OTLP and gives them back as JSON.
+"""``python -m rose_demo.span_receiver``: takes routers' spans by OTLP and gives them back as JSON.
 
 What a user's collector would be. The demo runs it as a pod: routers export to its gRPC port, and
 the report is drawn from what ``GET /spans`` says at the end.

@@ -3,7 +3,7 @@
     made -> files written -> cases, some at a time -> compared here -> ended, whatever happened
 
 What is expected stays in this process (``rose_core.rewards.answers``); what goes in is the program,
-its inputs and ``inside``, which runs them.
+its inputs and ``program_cases``, which runs them.
 
 | the host | then, in a new sandbox |
 |---|---|
@@ -43,7 +43,7 @@ from rose_core.rewards.answers import is_answer
 from rose_core.rewards.cases import CallCase, Case, StdinCase, program_of
 from rose_core.rewards.results import Scored
 from rose_core.unreadable import UNREADABLE
-from rose_rewards import inside
+from rose_rewards import program_cases
 from rose_rewards.asking import AWAY, pause_seconds
 from rose_rewards.errors import SandboxBroke, SandboxHostAway, WorkerEnded
 from rose_rewards.functions import RewardFunction
@@ -64,7 +64,7 @@ MOST_BYTES: Final = 4 << 20
 _MOST_REPORTED = 192 << 10
 """A host hands back 256 KiB of a command's output, and cuts what is longer."""
 _FILE_BYTES = 64 << 20
-_OWN_MEBIBYTES = 64  # of the sandbox's shells, of ``inside`` and of its folder, beside the program
+_OWN_MEBIBYTES = 64  # of the sandbox's shells, ``program_cases`` and its folder, beside the program
 _MOST_AT_ONCE = 16
 """Cases of one command. They begin with one and double: most wrong programs fail the first."""
 _SLACK_SECONDS = 10.0  # of a command's limit, beyond that of its cases
@@ -86,7 +86,7 @@ class _Reply(msgspec.Struct):
 
 
 class _Ran(msgspec.Struct):
-    """How a case ended, as ``inside`` says it."""
+    """How a case ended, as ``program_cases`` says it."""
 
     case: int
     end: str
@@ -131,7 +131,7 @@ class _Sandbox:
             + 2 * _CALL_SECONDS,
         }
         await self._call("POST", "", json=made)
-        source = await asyncio.to_thread(Path(inside.__file__).read_bytes)
+        source = await asyncio.to_thread(Path(program_cases.__file__).read_bytes)
         await self._put("inside.py", source, 0o644)
         await self._put("program.py", program.encode(errors="replace"), 0o644)
         await self._put("job.json", await asyncio.to_thread(_job, function, cases), 0o600)
@@ -148,7 +148,7 @@ class _Sandbox:
             SandboxBroke: the program had begun, and it is not said how it ended.
             WorkerEnded: nothing has begun.
         """
-        longest = WALL * self.function.case_seconds + inside.TIDY_SECONDS
+        longest = WALL * self.function.case_seconds + program_cases.TIDY_SECONDS
         within = min(count * longest, seconds + longest) + _SLACK_SECONDS
         body = {
             "command": f"python3 -I {FOLDER}/inside.py {first} {count} {seconds:.3f}",
@@ -163,18 +163,18 @@ class _Sandbox:
             message = f"{self.url} answers a command with what is no result: {error}"
             raise SandboxHostAway(message) from error
         report = reply.stdout
-        if report == inside.HELLO + inside.IN_A_FILE:
+        if report == program_cases.HELLO + program_cases.IN_A_FILE:
             at = {"path": f"{FOLDER}/report"}
-            report = inside.HELLO + await self._call("GET", "/files", params=at)
-        if not report.startswith(inside.HELLO):
+            report = program_cases.HELLO + await self._call("GET", "/files", params=at)
+        if not report.startswith(program_cases.HELLO):
             self.begun = False
-            if report.startswith(inside.LACKING):
-                name = report[len(inside.LACKING) :].decode(errors="replace")
+            if report.startswith(program_cases.LACKING):
+                name = report[len(program_cases.LACKING) :].decode(errors="replace")
                 raise WorkerEnded(f"image {self.function.image} has no {name} for the command")
             text = reply.stderr.decode(errors="replace").strip()[-200:]
             image = self.function.image
             raise WorkerEnded(f"image {image} does not run python3: {text or 'it says nothing'}")
-        found = _frames(report[len(inside.HELLO) :], first)
+        found = _frames(report[len(program_cases.HELLO) :], first)
         if not found:
             late = "it took too long" if reply.timed_out else "it was killed beside its program"
             raise SandboxBroke(f"what runs the program says nothing: {late}")
@@ -390,7 +390,7 @@ async def _address(url: str) -> str:
 
 
 def _job(function: RewardFunction, cases: Sequence[Case]) -> bytes:
-    """What ``inside`` is told; a case's half that goes in, and no more."""
+    """What ``program_cases`` is told; a case's half that goes in, and no more."""
     file = f"{FOLDER}/program.py"
     run = file if isinstance(cases[0], StdinCase) else f"{FOLDER}/inside.py call {file}"
     job = {

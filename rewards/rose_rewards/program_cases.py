@@ -12,7 +12,7 @@ The report: a line ``rose-cases``, then for each case a line of JSON (``case``, 
 ``code``, ``seconds``, ``bytes``, ``error``) with so many bytes behind it. Where that is more than
 ``most_reported``, it lies in the file ``report``, and the next line is ``in a file``.
 
-Needs nothing but Python 3.8 and its library. Next step: ``sandboxes`` reads the report.
+Needs nothing but Python 3.8 and its library. Next step: ``programs`` reads the report.
 """
 
 from __future__ import annotations

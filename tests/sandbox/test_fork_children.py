@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rose_sandbox import children
+from rose_sandbox import fork_children
 from rose_sandbox.answers import Forked
 from rose_sandbox.client import RemoteHost
 from rose_sandbox.errors import AlreadyThere
@@ -25,7 +25,7 @@ async def test_children_of_forks_have_names_that_nobody_has(
     """A child by the name of another would have fenced and replaced it."""
     world = World(tmp_path)
     drawn = iter(["a", "a", "b", "a", "b", "c"])
-    monkeypatch.setattr(children, "draw_name", lambda: next(drawn))
+    monkeypatch.setattr(fork_children, "draw_name", lambda: next(drawn))
     await world.host.create("s")
     await world.host.checkpoint("s", [1])
     first = await world.host.fork("s", 2)
@@ -107,7 +107,7 @@ async def test_a_session_that_is_no_child_keeps_its_name(tmp_path: Path) -> None
     world = World(tmp_path)
     await world.host.create("s")
     await world.host.checkpoint("s", [1])
-    (name,) = children.names_of("s", "group", 1)
+    (name,) = fork_children.names_of("s", "group", 1)
     await world.host.create(name)
     await world.output_of(name, "echo 1 > /home/a")
     with pytest.raises(AlreadyThere, match="is no child of s"):
