@@ -1,24 +1,28 @@
-"""One process that has imported an engine, from which the engines of a test session are forked.
+"""One process that has imported what others begin with, from which a test session forks them.
 
 To import PyTorch and SGLang takes 15 of the 25 s of CPU time that an engine on a CPU needs until it
-is ready, and a session starts dozens of engines; vLLM is no quicker. Forking is safe after the
+is ready, and a session starts dozens of engines; vLLM is no quicker. A process of ROSE's takes 0.3
+to 1 s, nearly all of it for imports, and a session starts hundreds. Forking is safe after the
 imports alone: there is one thread and no driver (``_serve`` refuses to begin otherwise). Production
-has no such process; decision 0470 says why.
+has no such process; decisions 0470 and 0880 say why.
 
 ``Template`` is the test's side. Run as a script by the engine's own Python, this file is the other
 side, so its imports are the standard library's. A start is one message: arguments, environment, and
-two file descriptors, for output and for word of the end. The template ends when the test's process
-does, and its engines with it. Other processes, the workers of a lane, share it by ``join``: each
-has a channel of its own, with which its engines end.
+three file descriptors, for output, errors and word of the end. The template ends when the test's
+process does, and its engines with it. Other processes, the workers of a lane, share it by ``join``:
+each has a channel of its own, with which its engines end.
 """
 
 from __future__ import annotations
 
 import array
+import atexit
 import ctypes
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -36,7 +40,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Stock:
-    """An engine of others, as far as a template knows it.
+    """An engine of others, or ROSE itself, as far as a template knows it.
 
     Attributes:
         title: its name.
@@ -44,6 +48,8 @@ class Stock:
         imports: what takes the time.
         late: variables that it reads only when an engine starts.
         early: variables as the launcher sets them before it imports the engine.
+        whole: packages of which every module is imported, too.
+        exits: a fork waits for its threads and calls what is registered for an exit.
     """
 
     title: str
@@ -51,6 +57,8 @@ class Stock:
     imports: tuple[str, ...]
     late: frozenset[str]
     early: tuple[tuple[str, str], ...] = ()
+    whole: tuple[str, ...] = ()
+    exits: bool = False
 
 
 SGLANG = Stock(
@@ -81,7 +89,43 @@ VLLM = Stock(
     ),
     frozenset({"VLLM_PLUGINS"}),
 )
-_STOCKS = {one.title: one for one in (SGLANG, VLLM)}
+ROSE = Stock(
+    "ROSE",
+    "rose_cli.main",
+    # Packages of others. Each fork imports ROSE's rooms itself, as far as it needs them: they have
+    # metrics, which a process that does not import them does not show.
+    (
+        "aiohttp.web",
+        "cryptography.hazmat.primitives.serialization",
+        "cryptography.x509",
+        "google.protobuf.json_format",
+        "grpc.aio",
+        "jwt",
+        "kopf",
+        "kubernetes.aio",
+        "msgspec",
+        "numpy",
+        "prometheus_client",
+        "psutil",
+        "pydantic",
+        "uvloop",
+        "xxhash",
+        "yaml",
+    ),
+    # ROSE's processes read the first when they look for a cluster; the others say who tests.
+    frozenset(
+        {
+            "KUBECONFIG",
+            "PYTEST_CURRENT_TEST",
+            "PYTEST_XDIST_TESTRUNUID",
+            "PYTEST_XDIST_WORKER",
+            "PYTEST_XDIST_WORKER_COUNT",
+        }
+    ),
+    whole=("rose_core",),  # no input or output, and no metrics
+    exits=True,
+)
+_STOCKS = {one.title: one for one in (SGLANG, VLLM, ROSE)}
 # What differs between engines. Our launchers and plugins read it; imports of engines do not.
 _OWN = "ROSE_"
 _MESSAGE_BYTES = 1 << 17
@@ -110,9 +154,18 @@ class ProcessHandle(Protocol):
             subprocess.TimeoutExpired: it goes on.
         """
 
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal, unless it has ended."""
+
+    def kill(self) -> None:
+        """Send it SIGKILL, unless it has ended."""
+
+    def terminate(self) -> None:
+        """Send it SIGTERM, unless it has ended."""
+
 
 class ForkedEngine:
-    """An engine that the template has forked.
+    """An engine, or a process of ROSE's, that the template has forked.
 
     Attributes:
         pid: its process, the leader of its session.
@@ -147,6 +200,25 @@ class ForkedEngine:
                 self.returncode = int(received) if received else -signal.SIGKILL
                 self._link.close()
             return self.returncode
+
+    def fileno(self) -> int:
+        """Becomes readable when it ends; -1 when somebody has waited for that."""
+        return self._link.fileno()
+
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            # The template may have reaped it since; its number is not given away that soon.
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        """Send it SIGKILL, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Send it SIGTERM, unless it has ended."""
+        self.send_signal(signal.SIGTERM)
 
 
 class Channel:
@@ -188,24 +260,36 @@ class Channel:
         environment: Mapping[str, str],
         log: int,
         program: Path | None = None,
+        *,
+        module: str = "",
+        errors: int | None = None,
     ) -> ForkedEngine:
-        """Fork an engine.
+        """Fork an engine; it is in this process's folder.
 
         Args:
             argv: arguments of the engine, without interpreter and module.
             environment: the whole of it.
             log: file descriptor of its output.
             program: a file that is run in the launcher's place.
+            module: the same for a module.
+            errors: file descriptor of its standard error; None = ``log``.
 
         Raises:
             ConnectionError: the template could not import the engine; its output says why.
         """
         link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        wanted = {"argv": list(argv), "environment": dict(environment)}
-        message = json.dumps(wanted | {"program": program and str(program)}).encode()
+        wanted = {
+            "argv": list(argv),
+            "environment": dict(environment),
+            "folder": str(Path.cwd()),
+            "program": program and str(program),
+            "module": module or self._stock.launcher,
+        }
+        message = json.dumps(wanted).encode()
+        outputs = [log, log if errors is None else errors]
         with theirs, self._lock:
             try:
-                socket.send_fds(self._link, [message], [log, theirs.fileno()])
+                socket.send_fds(self._link, [message], [*outputs, theirs.fileno()])
                 answer = self._link.recv(64)
             except OSError:  # its end, or ours, is closed; or it took too long
                 answer = b""
@@ -307,6 +391,9 @@ def _serve(stock: Stock, first: socket.socket, door: socket.socket | None = None
     gc.disable()
     for name in stock.imports:
         __import__(name)
+    for package in map(importlib.import_module, stock.whole):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            __import__(module.name)
     gc.freeze()
     gc.enable()
     if len(list(Path("/proc/self/task").iterdir())) > 1:
@@ -374,11 +461,13 @@ def _fork(
     stock: Stock, message: bytes, handles: Sequence[int], channel: socket.socket
 ) -> tuple[int, _Running]:
     """Start an engine; a descriptor that says when it has ended, and what is known of it."""
-    log, link = handles[0], socket.socket(fileno=handles[1])
+    *outputs, last = handles
+    link = socket.socket(fileno=last)
     template, pid = os.getpid(), os.fork()
     if pid == 0:
-        _become(stock, json.loads(message), log, template)
-    os.close(log)
+        _become(stock, json.loads(message), outputs, template)
+    for one in outputs:
+        os.close(one)
     with suppress(OSError):  # a worker that was killed: its engine goes with its channel
         channel.send(str(pid).encode())
     return os.pidfd_open(pid), _Running(pid, link, channel)
@@ -387,7 +476,7 @@ def _fork(
 def _receive(channel: socket.socket) -> tuple[bytes, Sequence[int]]:
     handles = array.array("i")
     try:
-        message, ancillary, _, _ = channel.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(2 * 4))
+        message, ancillary, _, _ = channel.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(3 * 4))
     except ConnectionError:  # a worker that was killed had an answer to read
         return b"", ()
     for _, _, data in ancillary:
@@ -395,7 +484,7 @@ def _receive(channel: socket.socket) -> tuple[bytes, Sequence[int]]:
     return message, handles
 
 
-def _become(stock: Stock, start: Mapping[str, Any], log: int, template: int) -> None:
+def _become(stock: Stock, start: Mapping[str, Any], outputs: Sequence[int], template: int) -> None:
     """Turn this fork into an engine; never returns."""
     status = 1
     try:
@@ -403,8 +492,8 @@ def _become(stock: Stock, start: Mapping[str, Any], log: int, template: int) -> 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != template:  # it ended before the kernel knew
             os.kill(os.getpid(), signal.SIGKILL)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        for number, output in enumerate(outputs, 1):
+            os.dup2(output, number)
         # The channel and others' ends: an engine that held them would hide the template's death.
         os.closerange(3, max(int(fd.name) for fd in Path("/proc/self/fd").iterdir()) + 1)
         # Only what differs: SGLang names its processes in the place of an environment untouched.
@@ -412,21 +501,33 @@ def _become(stock: Stock, start: Mapping[str, Any], log: int, template: int) -> 
         for name in os.environ.keys() - wanted.keys() - dict(stock.early).keys():
             del os.environ[name]
         os.environ.update({k: v for k, v in wanted.items() if os.environ.get(k) != v})
-        program = start["program"]
-        sys.argv = [program or stock.launcher, *start["argv"]]
+        os.chdir(start["folder"])
+        sys.path[0] = start["folder"]  # as for ``python -m``
+        program, module = start["program"], start["module"]
+        sys.argv = [program or module, *start["argv"]]
         if program:
             runpy.run_path(program, run_name="__main__")
         else:
-            runpy.run_module(stock.launcher, run_name="__main__", alter_sys=True)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001  # an interpreter would print it, and end with 1
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            if stock.exits:
+                _finish()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
+
+
+def _finish() -> None:
+    """What an interpreter does before it ends; ``multiprocessing`` does the same in its forks."""
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+    atexit._run_exitfuncs()  # noqa: SLF001
 
 
 if __name__ == "__main__":

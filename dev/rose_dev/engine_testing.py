@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -32,7 +33,15 @@ from rose_core.identity import WeightVersion
 from rose_core.rollouts.engines.kv_store import KvPoolSpec
 from rose_core.wire.sync import EngineSpec
 from rose_dev.engine_environment import engine_python, is_ready
-from rose_dev.engine_template import SGLANG, Channel, ProcessHandle, Stock, Template, join
+from rose_dev.engine_template import (
+    ROSE,
+    SGLANG,
+    Channel,
+    ProcessHandle,
+    Stock,
+    Template,
+    join,
+)
 from rose_dev.lanes import wanted
 from rose_dev.models import Recipe, make_model, make_named, tensors
 from rose_dev.shell import ending_with_us
@@ -42,7 +51,7 @@ from rose_engines.sglang.arguments import command, environment
 from rose_wire.ports import free_port
 
 READY_SECONDS = 240.0
-_SHARED = "ROSE_ENGINE_TEMPLATE"
+_SHARED = "ROSE_TEMPLATE_OF_"
 _ANY = Launch(python=Path(), model=Path(), port=0, plugin_socket=Path())
 """What no import of SGLang depends on."""
 
@@ -288,18 +297,30 @@ def fork_or_start(
     if (option, module) != ("-m", stock.launcher):
         message = f"the template runs -m {stock.launcher}, not: {python} {option} {module}"
         raise ValueError(message)
-    template = _template(stock, Path(python), variables)
+    template = template_of(stock, Path(python), variables)
     if template is not None:
         return template.start(argv, variables, log, program)
     return start_program([python, str(program), *argv] if program else line, variables, log)
 
 
-def _template(stock: Stock, python: Path, variables: Mapping[str, str]) -> Channel | None:
-    """The session's template, made by its first engine; None where another environment is asked."""
+def template_of(
+    stock: Stock,
+    python: Path,
+    variables: Mapping[str, str],
+    first: Mapping[str, str] | None = None,
+) -> Channel | None:
+    """The session's template, made by its first engine; None where another environment is asked.
+
+    Args:
+        stock: which engine.
+        python: of its environment.
+        variables: the whole environment of what is to be forked.
+        first: with which the template is made; None = with those.
+    """
     with _making:
         made = _templates.get(stock)
         if made is None or not made.alive():
-            made = _shared(stock) or Template(python, variables, stock)
+            made = _shared(stock) or Template(python, first or variables, stock)
             _templates[stock] = made
             atexit.register(made.close)
         return made if made.fits(variables) else None
@@ -307,26 +328,37 @@ def _template(stock: Stock, python: Path, variables: Mapping[str, str]) -> Chann
 
 def _shared(stock: Stock) -> Channel | None:
     """The template of the lane whose worker this is."""
-    if stock is SGLANG and _SHARED in os.environ:
+    at = os.environ.get(_SHARED + stock.title.upper())
+    if at is not None:
         with suppress(OSError):  # it has ended
-            return join(Path(os.environ[_SHARED]), environment(_ANY, os.environ))
+            return join(Path(at), _environment(stock), stock)
     return None
+
+
+def _environment(stock: Stock) -> Mapping[str, str]:
+    """Under which a lane's template imports."""
+    return environment(_ANY, os.environ) if stock is SGLANG else os.environ
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Begin the imports of SGLang before the workers of a lane of engines, which share them."""
+    """Begin the imports before the workers of a lane, which share them."""
     config = session.config
-    asked = wanted(config.getoption("markexpr") or "")
-    controls = getattr(config.option, "numprocesses", 0) and not hasattr(config, "workerinput")
-    if not controls or "engine" not in asked or "cluster" in asked or not is_ready():
+    if not getattr(config.option, "numprocesses", 0) or hasattr(config, "workerinput"):
         return
+    _share(config, ROSE, Path(sys.executable))
+    asked = wanted(config.getoption("markexpr") or "")
+    if "engine" in asked and "cluster" not in asked and is_ready():
+        _share(config, SGLANG, engine_python())
+
+
+def _share(config: pytest.Config, stock: Stock, python: Path) -> None:
     at = Path(tempfile.mkdtemp(prefix="rose", dir="/tmp")) / "template"
-    made = Template(engine_python(), environment(_ANY, os.environ), at=at)
-    os.environ[_SHARED] = str(at)
+    made = Template(python, _environment(stock), stock, at=at)
+    os.environ[_SHARED + stock.title.upper()] = str(at)
 
     def end() -> None:
-        del os.environ[_SHARED]
+        del os.environ[_SHARED + stock.title.upper()]
         made.close()
         shutil.rmtree(at.parent, ignore_errors=True)
 

@@ -40,6 +40,7 @@ from rose_core.wire.sync import (
     SyncRequest,
     WeightSource,
 )
+from rose_dev.process_testing import spawn_process
 from rose_dev.shell import ending_with_us
 from rose_engines.node.rundir import EngineFile, RunDir, read_json
 from rose_wire import tls
@@ -178,12 +179,17 @@ class Node:
             _, _, *rest = arguments
             arguments = ("-m", self.module, str(self.root / f"{name}.served"), *rest)
         with (self.root / f"{name}.log").open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *ending_with_us([*self.inside, sys.executable, *arguments]),
-                stdout=log,
-                stderr=log,
-                env=os.environ | ({tls.IDENTITY: str(self.identity)} if self.identity else {}),
-            )
+            given = os.environ | ({tls.IDENTITY: str(self.identity)} if self.identity else {})
+            if arguments[0] == "-m" and not self.inside:
+                _, module, *words = arguments
+                process = await spawn_process(module, *words, stdout=log, stderr=log, env=given)
+            else:
+                process = await asyncio.create_subprocess_exec(
+                    *ending_with_us([*self.inside, sys.executable, *arguments]),
+                    stdout=log,
+                    stderr=log,
+                    env=given,
+                )
         self.processes[name] = process
         return process
 

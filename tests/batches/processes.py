@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from aiohttp import web
 
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.owners import owner
+from rose_dev.process_testing import CLI, spawn_process
 from rose_engines.fake.model import continuation
 from rose_engines.fake.scheduler import FakeScheduler, Script
 from rose_engines.fake.server import FakeServer
@@ -62,15 +62,13 @@ class Process:
     """A process of ROSE's that a test kills and starts again with the same words."""
 
     def __init__(self, folder_: Path, name: str, *words: str) -> None:
-        self.words = (sys.executable, "-m", "rose_cli.main", name, *words)
+        self.words = (name, *words)
         self.log = folder_ / f"{name}.log"
         self.child: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         with self.log.open("ab") as log:
-            self.child = await asyncio.create_subprocess_exec(
-                *self.words, stdout=log, stderr=log, start_new_session=True
-            )
+            self.child = await spawn_process(CLI, *self.words, stdout=log, stderr=log)
 
     async def kill(self) -> None:
         if self.child is not None and self.child.returncode is None:

@@ -1,8 +1,6 @@
 """A real operator process against the shared API server, and stub agents over real gRPC."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +8,8 @@ from typing import Any, TypeVar
 
 from rose_dev.api_client import ApiClient
 from rose_dev.cluster.control_plane import ControlPlane
+from rose_dev.engine_template import ProcessHandle
+from rose_dev.process_testing import start_process
 from rose_dev.waiting import wait_for_answer
 from rose_operator.kube.api import RESOURCES, ObjectKind
 from rose_wire.api_server import Resource
@@ -38,7 +38,7 @@ class OperatorProcess:
     kubeconfig: Path
     folder: Path
     namespace: str
-    process: "subprocess.Popen[bytes] | None" = None
+    process: ProcessHandle | None = None
     sync_port: int = 0
     http_port: int = 0
     more: tuple[str, ...] = ()
@@ -57,10 +57,7 @@ class OperatorProcess:
         (self.folder / "stores.yaml").write_text("main: store.example:7446\n")
         (self.folder / "token").write_text("secret\n")
         start = self.log.stat().st_size if self.log.exists() else 0
-        command = [
-            sys.executable,
-            "-m",
-            self.module,
+        words = [
             *([str(self.served)] if self.module.endswith("served") else []),
             "operator",
             f"--namespace={self.namespace}",
@@ -82,8 +79,8 @@ class OperatorProcess:
         ]
         environment = os.environ | {"KUBECONFIG": str(self.kubeconfig)}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            self.process = start_process(
+                self.module, *words, env=environment, output=log.fileno(), errors=log.fileno()
             )
         ports = until(lambda: self._ports(start), "the operator tells its ports")
         assert ports is not None

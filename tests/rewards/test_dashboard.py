@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from rose_dev import prometheus
 from rose_dev.dashboards import rewards
+from rose_dev.process_testing import CLI, spawn_process
 from rose_rewards.main import running
 from tests.batches.helpers import Caller
 from tests.batches.processes import COMPLETIONS, ask, engine_of, pair, token_file
@@ -27,9 +27,7 @@ LINES = 40
 @contextlib.asynccontextmanager
 async def worker(gateway: str, functions: Path) -> AsyncIterator[None]:
     words = (f"--gateway={gateway}", f"--functions={functions}", "--team=")
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rose_cli.main", "reward-worker", *words, start_new_session=True
-    )
+    child = await spawn_process(CLI, "reward-worker", *words)
     try:
         yield
     finally:

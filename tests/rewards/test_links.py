@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import yaml
 
 from rose_cli.main import main as rose
+from rose_dev.process_testing import CLI, spawn_process
 from rose_rewards.gateway import Gateway
 from rose_rewards.links import LinkedWorkers, Verification, VerificationResult
 from rose_rewards.main import running
@@ -53,9 +53,7 @@ async def worker(
     words = [f"--gateway={rewards.url.removesuffix('/v1/rewards')}", f"--places={places}"]
     words += [f"--functions={folder / 'functions.yaml'}", f"--team={team}"]
     words += [f"--token-file={folder / ('work-' + (team or 'shared'))}"]
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rose_cli.main", "reward-worker", *words), start_new_session=True
-    )
+    child = await spawn_process(CLI, "reward-worker", *words)
     try:
         yield child
     finally:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from aiohttp.test_utils import TestServer
 
 from rose_core.rewards.cases import Case, read_cases
 from rose_core.rewards.results import Lost, Masked, Result, Scored
+from rose_dev.process_testing import CLI, start_process
 from rose_rewards.errors import BadFunctions, BadReward
 from rose_rewards.functions import RewardFunction, read
 from rose_rewards.gateway import Gateway, Reward
@@ -424,8 +423,7 @@ async def test_the_host_ends_what_a_killed_gateway_left(
     (tmp_path / "functions.yaml").write_text(yaml.safe_dump({"programs": host.listed(seconds=60)}))
     port = free_port()
     flags = ["--functions", str(tmp_path / "functions.yaml"), "--address", f"127.0.0.1:{port}"]
-    command = [sys.executable, "-m", "rose_cli.main", "rewards", *flags]
-    process = subprocess.Popen(command)  # noqa: ASYNC220  # it does not wait
+    process = start_process(CLI, "rewards", *flags)
     try:
         async with aiohttp.ClientSession() as http, asyncio.timeout(60):
             while not begun.is_set():

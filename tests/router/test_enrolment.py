@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import ssl
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from rose_core.wire.enrolment import EnrolRouterRequest, RouterIdentity
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_core.wire.sync import RouterProof
 from rose_dev.cluster.pki import Authority as Maker
+from rose_dev.process_testing import CLI, spawn_process
 from rose_dev.waiting import until
 from rose_operator.kube.api import Api
 from rose_operator.sync.enrolment import NodeAuthority, RouterEnrolment, RouterTrust
@@ -308,14 +308,14 @@ async def test_the_process_waits_serves_asks_for_tokens_and_ends_on_a_signal(
     made = settings(operator, tmp_path / "mine")
     assert made.enrolment is not None
     command = [
-        *(sys.executable, "-m", "rose_cli.main", "router", f"--lease={MINE}", "--authenticate"),
+        *(CLI, "router", f"--lease={MINE}", "--authenticate"),
         f"--http-address=127.0.0.1:{http}",
         f"--attach-address=127.0.0.1:{attach_port}",
         f"--enrol={operator.address}",
         f"--enrol-token-file={made.enrolment.token_file}",
         f"--identity-dir={made.enrolment.folder}",
     ]
-    child = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    child = await spawn_process(*command, stderr=asyncio.subprocess.PIPE)
     try:
         async with aiohttp.ClientSession() as session:
 

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import signal
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ import aiohttp
 import pytest
 
 from bench import flood
+from rose_dev.process_testing import CLI, spawn_process
 from rose_wire.ports import free_port
 
 MIB = 1 << 20
@@ -42,8 +42,8 @@ class Router:
 @asynccontextmanager
 async def router(*flags: str) -> AsyncIterator[Router]:
     port, attach = free_port(), free_port()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rose_cli.main", "router", "--lease", "team/grpo"),
+    process = await spawn_process(
+        *(CLI, "router", "--lease", "team/grpo"),
         *("--http-address", f"127.0.0.1:{port}", "--attach-address", f"127.0.0.1:{attach}"),
         *("--memory-bytes", str(LIMIT), "--drain-seconds", "0", *flags),
         stderr=asyncio.subprocess.DEVNULL,

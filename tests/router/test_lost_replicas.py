@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -13,6 +12,7 @@ import aiohttp
 import pytest
 
 from rose_core.rollouts.capacity.replicas import home_of
+from rose_dev.process_testing import CLI, spawn_process
 from rose_dev.waiting import until
 from rose_engines.fake.model import continuation
 from rose_router.engines import attach
@@ -230,8 +230,8 @@ async def test_a_replica_that_lives_passes_on_even_what_has_not_changed(
 async def test_a_killed_or_stopped_replica_gives_its_turn_to_the_one_that_passed_it_on(
     stage: Make, end: signal.Signals
 ) -> None:
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rose_cli.main", "router", f"--lease={LEASE}"),
+    child = await spawn_process(
+        *(CLI, "router", f"--lease={LEASE}"),
         *("--http-address=127.0.0.1:0", "--attach-address=127.0.0.1:0"),
         stderr=asyncio.subprocess.PIPE,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from aiohttp import web
 from rose_core.rollouts.capacity.replicas import home_of
 from rose_core.wire.routing import EngineKind, EngineUpdate
 from rose_dev.cluster.pki import Authority
+from rose_dev.process_testing import CLI, spawn_process
 from rose_engines.fake.model import continuation
 from rose_engines.fake.scheduler import FakeScheduler
 from rose_engines.fake.server import FakeServer
@@ -60,8 +60,8 @@ class Pair:
 
     @asynccontextmanager
     async def process(self, address: str) -> AsyncIterator[None]:
-        command = [sys.executable, "-m", "rose_cli.main", "router", *self.flags(address)]
-        child = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+        words = ("router", *self.flags(address))
+        child = await spawn_process(CLI, *words, stderr=asyncio.subprocess.DEVNULL)
         try:
             yield
         finally:

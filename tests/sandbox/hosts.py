@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +12,8 @@ from pathlib import Path
 import aiohttp
 
 from bench.sandboxes.own import remove
+from rose_dev.engine_template import ProcessHandle
+from rose_dev.process_testing import CLI, start_process
 from rose_sandbox.runtimes.container import ContainerRuntime
 from rose_sandbox.runtimes.parts import Parts
 from rose_wire.ports import free_port
@@ -24,7 +24,7 @@ class Running:
     """A host in a process of its own."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: ProcessHandle
 
 
 @asynccontextmanager
@@ -41,9 +41,8 @@ async def two_hosts(
             *("--folder", str(folder / name), "--address", f"127.0.0.1:{port}"),
             *("--token-file", str(folder / "token"), "--runtime", kind.name),
         ]
-        command = [sys.executable, "-m", "rose_cli.main", "sandbox-host", *flags]
         given = os.environ | {"ROSE_SANDBOX_PARTS": str(parts.folder)}
-        process = subprocess.Popen(command, env=given)  # noqa: ASYNC220 - it does not wait
+        process = start_process(CLI, "sandbox-host", *flags, env=given)
         made.append(Running(f"http://127.0.0.1:{port}", process))
     try:
         for one in made:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +15,8 @@ import pytest
 import torch
 
 from rose_core.delta import Manifest
+from rose_dev.engine_template import ProcessHandle
+from rose_dev.process_testing import CLI, start_process
 from rose_trainer.publisher import Publisher
 from rose_weights.bundle import Bundle
 from rose_weights.main import main
@@ -43,10 +43,10 @@ class StoreProcess:
         self.kill()
         self._process = self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> ProcessHandle:
         arguments = ["weights", "serve", "--root", str(self.root), "--address", self.address]
         more = ["--http-port", "0", "--window", "3", "--log-level", "ERROR"]
-        return subprocess.Popen([sys.executable, "-m", "rose_cli.main", *arguments, *more])
+        return start_process(CLI, *arguments, *more)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import signal
 import struct
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import aiohttp
 import numpy as np
 import pytest
 
+from rose_dev.process_testing import CLI, spawn_process
 from rose_weights.checkpoint import Checkpoint
 from rose_weights.errors import Damaged
 from rose_weights.main import main
@@ -164,10 +164,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_serving(
 async def test_serving_until_a_signal(tmp_path: Path) -> None:
     file = tmp_path / "tenants.json"
     credential = tenants.grant(file, "team", publish=("run",), read=("run",))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "rose_cli.main",
+    process = await spawn_process(
+        CLI,
         "weights",
         "serve",
         "--root",

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from rose_agent.weightsync.main import Followers, subjects
 from rose_core.identity import FROZEN_RUN
 from rose_core.wire.host import EnsureEngine
 from rose_core.wire.sync import WeightSource
+from rose_dev.process_testing import CLI, spawn_process
 from rose_engines.node.rundir import RunDir, WeightsFile, read_json
 from rose_engines.tensors.safetensors import read_checkpoint
 from rose_engines.weights.control import ControlClient
@@ -316,10 +316,9 @@ async def test_a_kill_in_mid_transfer_or_mid_commit_is_made_good_by_the_next_pro
 ) -> None:
     async with world(rundir, models, tmp_path / "store") as here:
         await here.run.publish()
-        command = [sys.executable, "-m", "rose_cli.main", "weight-sync"]
-        command += ["--rundir", str(rundir), "--http-port", "0"]
+        words = ("weight-sync", "--rundir", str(rundir), "--http-port", "0")
         for number in range(1, 5):
-            process = await asyncio.create_subprocess_exec(*command)
+            process = await spawn_process(CLI, *words)
             try:
                 await here.serves(f"grpo@1.{number - 1}")
                 await here.run.publish()
