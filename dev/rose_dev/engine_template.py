@@ -503,15 +503,10 @@ def _become(stock: Stock, start: Mapping[str, Any], outputs: Sequence[int], temp
         os.environ.update({k: v for k, v in wanted.items() if os.environ.get(k) != v})
         os.chdir(start["folder"])
         sys.path[0] = start["folder"]  # as for ``python -m``
-        program, module = start["program"], start["module"]
-        sys.argv = [program or module, *start["argv"]]
-        if program:
-            runpy.run_path(program, run_name="__main__")
-        else:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        _run(start)
         status = 0
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        status = _status_of(end)
     except BaseException:  # noqa: BLE001  # an interpreter would print it, and end with 1
         traceback.print_exc()
     finally:
@@ -522,6 +517,24 @@ def _become(stock: Stock, start: Mapping[str, Any], outputs: Sequence[int], temp
             sys.stderr.flush()
         finally:
             os._exit(status)
+
+
+def _run(start: Mapping[str, Any]) -> None:
+    """As ``python FILE`` or ``python -m MODULE`` does."""
+    program, module = start["program"], start["module"]
+    sys.argv = [program or module, *start["argv"]]
+    if program:
+        runpy.run_path(program, run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _status_of(end: SystemExit) -> int:
+    """As an interpreter takes it: a text is for people, and is a failure."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    sys.stderr.write(f"{end.code}\n")
+    return 1
 
 
 def _finish() -> None:

@@ -16,6 +16,7 @@ from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
 from typing import BinaryIO
 
 from rose_dev.engine_template import ROSE, ForkedEngine, ProcessHandle
@@ -177,13 +178,15 @@ class _Forked(Process):
         return status
 
     def send_signal(self, signal: int) -> None:
+        if self.returncode is not None:
+            raise ProcessLookupError
         self._engine.send_signal(signal)
 
     def terminate(self) -> None:
-        self._engine.terminate()
+        self.send_signal(SIGTERM)
 
     def kill(self) -> None:
-        self._engine.kill()
+        self.send_signal(SIGKILL)
 
     async def communicate(
         self,

@@ -7,8 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -33,6 +31,8 @@ from rose_core.telemetry.signal import SignalLimits
 from rose_core.telemetry.verify import SignalVerification
 from rose_core.wire.host import EngineState, EngineStatus
 from rose_core.wire.sync import Grant, SleepTerms, SyncReply
+from rose_dev.engine_template import ProcessHandle
+from rose_dev.process_testing import CLI, start_process
 from rose_engines.node.permit import Permit
 from rose_engines.node.rundir import RunDir
 from rose_engines.node.servingdir import ServingDirs
@@ -55,13 +55,13 @@ class Node:
 
     guard: Guard
     permit: Permit
-    engine: subprocess.Popen[bytes]
+    engine: ProcessHandle
     folder: Path
     port: int
     kubelet: bool = True
     terms: SleepTerms = TERMS
     vacated_url: str = ""
-    sleeper: subprocess.Popen[bytes] | None = None
+    sleeper: ProcessHandle | None = None
 
     @property
     def phase(self) -> WholePhase:
@@ -110,9 +110,8 @@ class Node:
         self.guard.on_reply(reply, time.monotonic())
 
     def start_sleeper(self) -> None:
-        command = [sys.executable, "-m", "rose_cli.main", "sleeper", "--devices=static"]
-        command += [f"--rundir={self.folder / 'run'}", f"--vacated-url={self.vacated_url}"]
-        self.sleeper = subprocess.Popen(command)
+        words = (f"--rundir={self.folder / 'run'}", f"--vacated-url={self.vacated_url}")
+        self.sleeper = start_process(CLI, "sleeper", "--devices=static", *words)
 
     async def until(self, seen: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + PATIENCE_SECONDS
@@ -161,8 +160,7 @@ async def node(folder: Path, feature: str = "on") -> AsyncIterator[Node]:
     rundir = RunDir(folder / "run").create()
     permit = Permit.create(rundir.slot(KEY.uid).create().permit)
     port = free_port()
-    command = [sys.executable, sleeping_server.__file__, "SGLang", str(port), str(MEMORY), feature]
-    engine = subprocess.Popen(command)  # noqa: ASYNC220  # it only starts
+    engine = start_process(sleeping_server.__name__, "SGLang", str(port), str(MEMORY), feature)
     drain = ServingDirs(rundir.root).of("pod").drain_folder
     drain.mkdir(parents=True)  # what the kubelet makes of the owner's mount
     async with aiohttp.ClientSession() as session, engine_host() as page:

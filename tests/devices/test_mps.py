@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,6 +37,7 @@ from rose_core.devices.mps import (
     may_share,
     next_end_step,
 )
+from rose_dev.process_testing import CLI, start_process
 
 # An answer is a new process of the stand-in: on a busy machine that takes seconds, and a daemon
 # that is late counts as none.
@@ -150,10 +150,9 @@ def pipes() -> Iterator[Pipes]:
 def daemon(pipes: Pipes, request: pytest.FixtureRequest) -> Iterator[Daemon]:
     """The stand-in, run as ``rose mps`` runs it, in both grammars."""
     program = [*PROGRAM]
-    command = [sys.executable, "-m", "rose_cli.main", "mps"]
-    command += ["--root", str(pipes.root), "--program", " ".join(program)]
-    command += ["--protocol", str(request.param), "--answer-seconds", str(PATIENCE)]
-    process = subprocess.Popen(command)
+    words = ["mps", "--root", str(pipes.root), "--program", " ".join(program)]
+    words += ["--protocol", str(request.param), "--answer-seconds", str(PATIENCE)]
+    process = start_process(CLI, *words)
     place = pipes.pipe / "control"
     try:
         assert wait_for(place.exists, 30.0)

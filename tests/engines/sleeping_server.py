@@ -1,6 +1,6 @@
 """A process with the sleep routes of SGLang or vLLM, and memory that it can really let go of.
 
-    python sleeping_server.py KIND PORT MEMORY [FEATURE]
+    python -m tests.engines.sleeping_server KIND PORT MEMORY [FEATURE]
 
 KIND is ``SGLang`` or ``VLLM``. FEATURE says what the real servers were seen to do: ``on`` frees;
 ``off`` answers 200 and frees nothing (SGLang without memory saver, vLLM without sleep mode);

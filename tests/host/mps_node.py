@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from rose_dev.gpu import layout
 from rose_dev.gpu.library import preloaded
 from rose_dev.gpu.state import State, StateGpu
 from rose_dev.gpu.testing import require
+from rose_dev.process_testing import CLI, start_process
 from rose_dev.shell import ending_with_us
 from tests.host.helpers import order
 
@@ -84,9 +84,7 @@ def node() -> Iterator[Node]:
     folder = Path(tempfile.mkdtemp(prefix="mps", dir="/tmp"))
     folder.chmod(0o755)
     pipes = Pipes(folder).create()
-    command = [sys.executable, "-m", "rose_cli.main", "mps"]
-    command += ["--root", str(folder), "--program", " ".join(PROGRAM)]
-    daemon = subprocess.Popen(ending_with_us(command))
+    daemon = start_process(CLI, "mps", "--root", str(folder), "--program", " ".join(PROGRAM))
     serving = subprocess.Popen(ending_with_us(["/bin/sleep", "600"]))
     try:
         assert wait_for((pipes.pipe / "control").exists, 30.0)

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -24,6 +22,7 @@ from rose_core.devices.sleeper import SleeperLimits, SleepStage
 from rose_dev.engine_environment import is_ready
 from rose_dev.engine_template import ProcessHandle
 from rose_dev.engine_testing import start_engine
+from rose_dev.process_testing import start_process
 from rose_engines.node.permit import Permit
 from rose_engines.node.rundir import read_json
 from rose_engines.process.sleep import SERVING
@@ -87,8 +86,7 @@ class Engine:
 @contextmanager
 def engine(kind: str, feature: str = "on") -> Iterator[Engine]:
     port = free_port()
-    command = [sys.executable, sleeping_server.__file__, kind, str(port), str(MEMORY), feature]
-    process = subprocess.Popen(command)
+    process = start_process(sleeping_server.__name__, kind, str(port), str(MEMORY), feature)
     try:
         yield Engine(f"http://127.0.0.1:{port}", process)
     finally:
@@ -243,11 +241,19 @@ async def test_the_switch_is_killed_while_serving_sleeps_and_the_next_one_wakes_
         async with bench(kind, one, grant, rundir / "unused"):
             before = one.held
 
-        def start() -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-m", "rose_agent.sleeper.sleeper", "--engine", kind]
-            command += ["--url", one.url, "--grant", str(grant.path), "--record", str(record)]
-            command += ["--pid", str(one.process.pid), "--release-bytes", str(MEMORY // 2)]
-            return subprocess.Popen([*command, "--vacate-seconds", "0"])
+        def start() -> ProcessHandle:
+            words = [
+                "--engine",
+                kind,
+                "--url",
+                one.url,
+                "--grant",
+                str(grant.path),
+                "--record",
+                str(record),
+            ]
+            words += ["--pid", str(one.process.pid), "--release-bytes", str(MEMORY // 2)]
+            return start_process("rose_agent.sleeper.sleeper", *words, "--vacate-seconds", "0")
 
         async def stands(stage: SleepStage) -> None:
             async def there() -> bool:
