@@ -68,8 +68,9 @@ async def test_what_it_says_is_read_while_it_runs_and_signals_end_it(
     assert await child.stderr.readline() == b"waits\n"
     assert child.returncode is None
     child.terminate()
-    assert await asyncio.gather(child.wait(), child.wait()) == [-signal.SIGTERM] * 2
-    assert child.returncode == -signal.SIGTERM
+    waited = [asyncio.create_task(child.wait()) for _ in range(2)]
+    assert [await one for one in waited] == [-signal.SIGTERM] * 2
+    assert await child.wait() == -signal.SIGTERM
     assert await child.stderr.read() == b""
     with pytest.raises(ProcessLookupError):
         child.kill()
