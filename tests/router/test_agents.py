@@ -351,6 +351,18 @@ async def test_anthropics_key_is_a_token_and_counting_runs_no_turn(stage: Stagin
     assert answer["input_tokens"] > 10
 
 
+USES = {
+    "role": "assistant",
+    "content": [{"type": "tool_use", "id": "toolu_1", "name": "bash", "input": {}}],
+}
+ANSWERED = result({"id": "toolu_1"}, "y")
+CALLS = {"type": "function_call", "name": "bash", "call_id": "c1", "arguments": "{}"}
+
+
+def output(call: str) -> Json:
+    return {"type": "function_call_output", "call_id": call, "output": "y"}
+
+
 _BAD: list[tuple[str, Json, str]] = [
     ("/v1/messages", {"messages": []}, "messages"),
     ("/v1/messages", messages(user("x"), max_tokens=0), "max_tokens"),
@@ -366,6 +378,34 @@ _BAD: list[tuple[str, Json, str]] = [
     ("/v1/messages", messages(user("x"), top_p=1e-46), "top_p"),
     ("/v1/responses", {"input": "x", "temperature": 1e39}, "temperature"),
     ("/v1/responses", {"input": "x", "top_p": 1e-46}, "top_p"),
+    ("/v1/messages", messages(user("x"), result({"id": "toolu_9"}, "y")), "toolu_9"),
+    ("/v1/messages", messages(user("x"), USES, result({"id": "other"}, "y")), "other"),
+    ("/v1/messages", messages(user("x"), USES), "messages.1: `tool_use` ids"),
+    ("/v1/messages", messages(user("x"), USES, user("y")), "toolu_1"),
+    (
+        "/v1/messages",
+        messages(user("x"), USES, user("y"), {"role": "assistant", "content": "z"}, user("w")),
+        "immediately after: 'toolu_1'",
+    ),
+    (
+        "/v1/messages",
+        messages(user("x"), USES, ANSWERED, {"role": "assistant", "content": "z"}, ANSWERED),
+        "messages.4.content.0: unexpected `tool_use_id`",
+    ),
+    ("/v1/chat/completions", {"messages": [{"role": "wizard", "content": "x"}]}, "wizard"),
+    (
+        "/v1/chat/completions",
+        {"messages": [user("x"), {"role": "tool", "tool_call_id": "c9", "content": "y"}]},
+        "messages[1].tool_call_id: no call before it has the id 'c9'",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [user("x"), {"role": "tool", "tool_call_id": [], "content": "y"}]},
+        "tool_call_id",
+    ),
+    ("/v1/responses", {"input": [user("x"), output("c9")]}, "call_id 'c9'"),
+    ("/v1/responses", {"input": [user("x"), CALLS]}, "No tool output found for function call 'c1'"),
+    ("/v1/responses", {"input": [user("x"), output("c1"), CALLS]}, "No tool call found"),
     ("/v1/responses", {"input": 7}, "input"),
     ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
     ("/v1/responses", {"input": [{"type": "function_call", "name": "x"}]}, "call_id"),
@@ -393,6 +433,24 @@ async def test_bad_input_is_refused_by_name_in_the_dialects_own_shape(
     if path == "/v1/messages":
         assert answer["type"] == "error"
         assert answer["error"]["type"] == "invalid_request_error"
+
+
+async def test_results_may_come_one_by_one_and_without_ids_where_engines_need_none(
+    stage: Staging,
+) -> None:
+    uses = [
+        {"type": "tool_use", "id": one, "name": "bash", "input": {}} for one in ("toolu_1", "b")
+    ]
+    talk = [user("x"), {"role": "assistant", "content": uses[:1]}]
+    talk += [{"role": "assistant", "content": uses[1:]}]
+    talk += [result({"id": "b"}, "y"), result({"id": "toolu_1"}, "z")]
+    bare = [user("x"), {"role": "assistant", "content": "so"}, {"role": "tool", "content": "y"}]
+    calls = [CALLS, {**CALLS, "call_id": "c2"}, output("c2"), output("c1")]
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        assert (await ask(s, "/v1/messages", messages(*talk)))["type"] == "message"
+        assert (await ask(s, "/v1/chat/completions", {"messages": bare}))["choices"]
+        assert (await ask(s, "/v1/responses", {"input": [user("x"), *calls]}))["output"]
 
 
 async def test_an_answer_that_was_cut_short_is_an_error_that_clients_try_again(

@@ -85,6 +85,11 @@ REFUSED: list[tuple[Json, str]] = [
     ({"messages": [user("x")], "max_tokens": 1_000_000}, ""),
     ({"messages": [{"content": "x"}]}, ""),
     ({"messages": "x"}, ""),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, ""),
+    (
+        {"messages": [user("x"), {"role": "tool", "tool_call_id": "c", "content": "y"}]},
+        "a result answers a call, as at OpenAI",
+    ),
     ({"messages": [user("x")], "max_tokens": 0}, "an answer has at least one token"),
     (
         {"messages": [user("x")], "tools": TOOLS, "tool_choice": "required"},
@@ -127,6 +132,9 @@ def corpus() -> Iterator[Case]:
     stopped = "SGLang does not say which string ended an answer"
     yield Case("/v1/messages", {**body, "stop_sequences": ["all"]}, stopped)
     yield Case("/v1/messages", {**body, "messages": []})
+    results = [{"type": "tool_result", "tool_use_id": "c", "content": "y"}]
+    unasked = "a result answers a call, as at Anthropic"
+    yield Case("/v1/messages", {**body, "messages": [user("x"), user(results)]}, unasked)
     endless = "max_tokens may be left out"
     yield Case("/v1/messages", {"messages": [user("Look.")], **greedy}, endless)
     long: Json = {"messages": [user("Look. " * CONTEXT)], **greedy, "max_tokens": 5}

@@ -9,13 +9,15 @@ there:
 | no ``content``, as beside calls of tools | the empty text |
 | ``tool_calls[].function.arguments`` as JSON in a text | the object; what is no object stays |
 | parts that are no text | a refusal: a turn is continued from its token ids |
+| a role that is none of ``ROLES`` | a refusal, as by SGLang |
+| a tool's result for a call that nobody made | a refusal, as by OpenAI; without an id it stays |
 
 Next step: ``tokenization.Tokenizer.chat``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +27,11 @@ from rose_core.rollouts.requests.shown import shown
 from rose_core.unreadable import UNREADABLE
 
 Message = dict[str, Any]
+
+ROLES = frozenset(
+    {"system", "developer", "user", "assistant", "tool", "function", "latest_reminder", "root"}
+)
+"""Those that SGLang 0.5.23 takes; a template makes nothing of others, or something else."""
 
 
 def messages_of(given: object) -> list[Message]:
@@ -36,14 +43,44 @@ def messages_of(given: object) -> list[Message]:
     if not isinstance(given, list) or not given:
         message = "messages: expected a list with at least one message (or token ids as input_ids)"
         raise InvalidTurn(message)
-    return [_message(one, f"messages[{index}]") for index, one in enumerate(given)]
+    made, called = [], set[str]()
+    for index, one in enumerate(given):
+        message = _message(one, f"messages[{index}]")
+        called.update(call_ids(message))
+        if message["role"] == "tool":
+            _check_called(message.get("tool_call_id"), called, f"messages[{index}]")
+        made.append(message)
+    return made
+
+
+def call_ids(message: Message) -> list[str]:
+    """Ids of the calls that an answer makes; callers write what they like there."""
+    calls = message.get("tool_calls") or ()
+    ids = [one.get("id") for one in calls if isinstance(one, dict)]
+    return [one for one in ids if isinstance(one, str)]
+
+
+def _check_called(call: object, called: Container[str], field: str) -> None:
+    if call is None or (isinstance(call, str) and call in called):
+        return
+    message = (
+        f"{field}.tool_call_id: no call before it has the id {shown(call)}; messages with role "
+        "'tool' must be a response to a preceding message with 'tool_calls'"
+    )
+    raise InvalidTurn(message)
 
 
 def _message(given: object, field: str) -> Message:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         message = f"{field}: expected an object with a role"
         raise InvalidTurn(message)
-    made = {**given, "content": _text_of(given.get("content"), f"{field}.content")}
+    role = given["role"].lower()  # as SGLang reads it
+    if role not in ROLES:
+        message = (
+            f"{field}.role: expected one of {', '.join(sorted(ROLES))}, got {shown(given['role'])}"
+        )
+        raise InvalidTurn(message)
+    made = {**given, "role": role, "content": _text_of(given.get("content"), f"{field}.content")}
     if given.get("tool_calls"):
         made["tool_calls"] = _calls(given["tool_calls"], f"{field}.tool_calls")
     return made

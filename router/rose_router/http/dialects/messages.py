@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
+from rose_core.rollouts.requests.shown import shown
 from rose_router.http.dialects.common import ours, read_as, without_nulls
 
 # Claude Code puts one before its own instructions; it is another one in every request, and would
@@ -144,6 +145,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
         InvalidTurn: it is none; names the field.
     """
     asked = read_as(without_nulls(body), MessagesRequest)
+    _check_results(asked.messages)
     made: dict[str, Any] = {
         "messages": [
             *_system(asked),
@@ -174,6 +176,49 @@ def _system(asked: MessagesRequest) -> Iterator[dict[str, Any]]:
     texts = [one.text for one in blocks if one.text and not one.text.startswith(_BILLING)]
     if texts:
         yield {"role": "system", "content": "\n".join(texts)}
+
+
+def _check_results(messages: list[Message]) -> None:
+    """Refuse a result without its call, and a call without its result, in Anthropic's words.
+
+    Several messages of one side in a row are one: harnesses send results one by one.
+
+    Raises:
+        InvalidTurn: there is one; names it.
+    """
+    called: list[str] = []  # by the answers since the last message of the other side
+    missing: list[str] = []
+    after = -1  # the message that made them
+    for index, entry in enumerate(messages):
+        blocks = [] if isinstance(entry.content, str) else entry.content
+        if entry.role == "assistant":
+            if index - 1 != after:
+                _check_none_missing(missing, after)
+                called = []
+            calls = [block.id for block in blocks if isinstance(block, ToolUseBlock)]
+            called, missing, after = called + calls, missing + calls, index
+        for place, block in enumerate(blocks):
+            if not isinstance(block, ToolResultBlock) or entry.role == "assistant":
+                continue
+            if block.tool_use_id not in called:
+                message = (
+                    f"messages.{index}.content.{place}: unexpected `tool_use_id` found in "
+                    f"`tool_result` blocks: {shown(block.tool_use_id)}. Each `tool_result` block "
+                    "must have a corresponding `tool_use` block in the previous message."
+                )
+                raise InvalidTurn(message)
+            missing = [one for one in missing if one != block.tool_use_id]
+    _check_none_missing(missing, after)
+
+
+def _check_none_missing(missing: list[str], index: int) -> None:
+    if missing:
+        message = (
+            f"messages.{index}: `tool_use` ids were found without `tool_result` blocks immediately "
+            f"after: {shown(', '.join(missing))}. Each `tool_use` block must have a corresponding "
+            "`tool_result` block in the next message."
+        )
+        raise InvalidTurn(message)
 
 
 def _messages(entry: Message) -> Iterator[dict[str, Any]]:

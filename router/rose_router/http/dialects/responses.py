@@ -21,7 +21,7 @@ import msgspec
 
 from rose_core.rollouts.errors import InvalidTurn
 from rose_core.rollouts.requests.shown import shown
-from rose_router.http.conversations.conversation import Message
+from rose_router.http.conversations.conversation import Message, call_ids
 from rose_router.http.dialects.common import ours, read_as, without_nulls
 
 CUSTOM_INPUT = "input"
@@ -134,6 +134,7 @@ def read(body: Mapping[str, Any], before: Sequence[Message] = ()) -> ReadRespons
     asked = read_as(without_nulls(body), ResponsesRequest)
     items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else None
     history = [*before, *_messages(asked.input if items is None else items)]  # type: ignore[arg-type]
+    _check_results(history)
     tools = asked.tools or []
     chat = {
         "messages": _with_instructions(asked.instructions, history),
@@ -159,6 +160,32 @@ def read(body: Mapping[str, Any], before: Sequence[Message] = ()) -> ReadRespons
         frozenset(one.name for one in tools if one.type == "custom"),
         tuple(sorted({one.type for one in tools} - {"function", "custom"})),
     )
+
+
+def _check_results(history: Sequence[Message]) -> None:
+    """Refuse a result without its call, and a call without its result, in OpenAI's words.
+
+    Raises:
+        InvalidTurn: there is one; names it.
+    """
+    missing: dict[str, None] = {}
+    called: set[str] = set()
+    for message in history:
+        for call in call_ids(message):
+            called.add(call)
+            missing[call] = None
+        if message["role"] == "tool":
+            answered = message["tool_call_id"]
+            if answered not in called:
+                complaint = (
+                    "input: No tool call found for function call output with call_id "
+                    f"{shown(answered)}."
+                )
+                raise InvalidTurn(complaint)
+            missing.pop(answered, None)
+    if missing:
+        complaint = f"input: No tool output found for function call {shown(next(iter(missing)))}."
+        raise InvalidTurn(complaint)
 
 
 def _with_instructions(instructions: str | None, messages: list[Message]) -> list[Message]:
