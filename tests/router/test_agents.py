@@ -369,7 +369,7 @@ _BAD: list[tuple[str, Json, str]] = [
     ("/v1/messages", messages({"role": "tool", "content": "x"}), "role"),
     ("/v1/messages", messages(user([{"type": "image", "source": {}}])), "image"),
     ("/v1/messages", messages(user([{"type": "tool_use", "id": "1", "name": "x"}])), "ToolUse"),
-    ("/v1/messages", messages(user("x"), tools=[{"type": "web_search_1", "name": "w"}]), "tools"),
+    ("/v1/messages", messages(user("x"), tools=[{"type": "custom"}]), "tools"),
     ("/v1/messages", messages(user("x"), tools=[], tool_choice={"type": "any"}), "tool_choice"),
     ("/v1/messages", messages(user("x"), mcp_servers=[]), "mcp_servers"),
     ("/v1/messages", messages(user("x"), temperature="hot"), "temperature"),
@@ -438,7 +438,7 @@ async def test_bad_input_is_refused_by_name_in_the_dialects_own_shape(
 async def test_results_may_come_one_by_one_and_without_ids_where_engines_need_none(
     stage: Staging,
 ) -> None:
-    uses = [
+    uses: list[Json] = [
         {"type": "tool_use", "id": one, "name": "bash", "input": {}} for one in ("toolu_1", "b")
     ]
     talk = [user("x"), {"role": "assistant", "content": uses[:1]}]
@@ -638,3 +638,132 @@ async def test_without_a_tokenizer_a_harness_is_told_who_gives_one(
             error = (await reply.json())["error"]
     assert reply.status == 400
     assert "add it to the model's folder there" in error["message"]
+
+
+TWICE = scripted_recipe(
+    "scripted-twice",
+    Script(
+        "bash",
+        (
+            "Both."
+            + call("bash", '{"command": "echo one > a.txt"}')
+            + "\n"
+            + call("bash", '{"command": "echo two > b.txt"}'),
+            "Done.",
+        ),
+    ),
+    Script("", ("Hello.",)),
+)
+COMMANDS = [{"command": "echo one > a.txt"}, {"command": "echo two > b.txt"}]
+CHAT_TOOL = {"type": "function", "function": {"name": "bash", "parameters": {}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_two_calls_in_one_answer_come_apart_and_their_results_go_on_from_its_tokens(
+    stage: Staging, *, stream: bool
+) -> None:
+    async with stage(tokenizer=folder(TWICE)) as s:
+        await s.engine(script=Follows(TWICE))
+        if stream:
+            content = _blocks(await events(s, "/v1/messages", messages(user("Go."))))
+        else:
+            content = (await ask(s, "/v1/messages", messages(user("Go."))))["content"]
+        assert [one["type"] for one in content] == ["text", "tool_use", "tool_use"]
+        uses = content[1:]
+        assert [one["input"] for one in uses] == COMMANDS
+        assert len({one["id"] for one in uses}) == 2
+        results = [block for one in uses for block in result(one, "")["content"]]
+        talk = [user("Go."), {"role": "assistant", "content": content}, user(results)]
+        second = await ask(s, "/v1/messages", messages(*talk))
+    assert second["content"] == [{"type": "text", "text": "Done."}]
+    assert second["rose"]["history"]["known_messages"] == 2
+    assert second["rose"]["history"]["altered_at"] is None
+
+
+async def test_two_calls_in_one_response_come_apart_in_its_events_too(stage: Staging) -> None:
+    async with stage(tokenizer=folder(TWICE)) as s:
+        await s.engine(script=Follows(TWICE))
+        told = await events(s, "/v1/responses", responses("Go."))
+        whole = (await ask(s, "/v1/responses", responses("Go.")))["output"]
+        items = [one["item"] for one in told if one["type"] == "response.output_item.done"]
+        done = [
+            one["arguments"]
+            for one in told
+            if one["type"] == "response.function_call_arguments.done"
+        ]
+        calls = [one for one in items if one["type"] == "function_call"]
+        outputs = [
+            {"type": "function_call_output", "call_id": one["call_id"], "output": ""}
+            for one in calls
+        ]
+        second = await ask(s, "/v1/responses", responses([user("Go."), *items, *outputs]))
+    assert [one["type"] for one in whole] == ["message", "function_call", "function_call"]
+    for found in (calls, whole[1:]):
+        assert [json.loads(one["arguments"]) for one in found] == COMMANDS
+    assert [json.loads(one) for one in done] == COMMANDS
+    assert [one["output_index"] for one in told if one["type"] == "response.output_item.done"] == [
+        *range(3)
+    ]
+    assert second["output"][-1]["content"][0]["text"] == "Done."
+    assert second["rose"]["history"]["known_messages"] == 2
+
+
+async def test_two_calls_in_one_chat_come_apart_and_one_alone_where_no_more_is_wanted(
+    stage: Staging,
+) -> None:
+    body: Json = {"messages": [user("Go.")], "tools": [CHAT_TOOL]}
+    alone = {**body, "parallel_tool_calls": False}
+    async with stage(tokenizer=folder(TWICE)) as s:
+        await s.engine(script=Follows(TWICE))
+        message = (await ask(s, "/v1/chat/completions", body))["choices"][0]["message"]
+        async with s.post("/v1/chat/completions", {**body, "stream": True}) as reply:
+            lines = (await reply.text()).split("\n\n")
+        chunks = [json.loads(one[6:]) for one in lines if one.startswith("data: {")]
+        deltas = [one["choices"][0]["delta"] for one in chunks if one["choices"]]
+        results = [
+            {"role": "tool", "tool_call_id": one["id"], "content": ""}
+            for one in message["tool_calls"]
+        ]
+        talk = {**body, "messages": [user("Go."), message, *results]}
+        second = await ask(s, "/v1/chat/completions", talk)
+        first = (await ask(s, "/v1/chat/completions", alone))["choices"][0]
+        talk = {**alone, "messages": [user("Go."), first["message"], results[0]]}
+        talk["messages"][-1] |= {"tool_call_id": first["message"]["tool_calls"][0]["id"]}
+        third = await ask(s, "/v1/chat/completions", talk)
+        refusing = {"type": "auto", "disable_parallel_tool_use": True}
+        single = await ask(s, "/v1/messages", messages(user("Go."), tool_choice=refusing))
+    streamed = [one for delta in deltas for one in delta.get("tool_calls", ())]
+    assert [one["index"] for one in streamed] == [0, 1]
+    for calls in (message["tool_calls"], streamed):
+        assert [json.loads(one["function"]["arguments"]) for one in calls] == COMMANDS
+    assert second["choices"][0]["message"]["content"] == "Done."
+    assert second["choices"][0]["rose"]["history"]["known_messages"] == 2
+    assert first["finish_reason"] == "tool_calls"
+    assert len(first["message"]["tool_calls"]) == 1
+    assert third["choices"][0]["rose"]["history"]["known_messages"] == 2
+    assert [one["type"] for one in single["content"]] == ["text", "tool_use"]
+
+
+async def test_tools_that_only_anthropics_models_know_are_named_and_not_shown(
+    stage: Staging,
+) -> None:
+    own = [{"type": "bash_20250124", "name": "bash"}, {"type": "web_search_20250305", "name": "w"}]
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        without = await ask(s, "/v1/messages", messages(user("x")))
+        answer = await ask(s, "/v1/messages", messages(user("x"), tools=[TOOL, *own]))
+    assert answer["rose"]["tools_not_shown"] == ["bash_20250124", "web_search_20250305"]
+    assert answer["usage"]["input_tokens"] == without["usage"]["input_tokens"]
+
+
+async def test_half_a_character_is_named_and_where_it_stands(stage: Staging) -> None:
+    """Harnesses in JavaScript cut texts between its halves."""
+    whole, half = r'{"input": "\\ud83d \ud83d\ude00"}', r'{"input": "\ud83d\ude00 \ud83d"}'
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        async with s.http.post(s.url + "/v1/responses", data=whole) as reply:
+            assert reply.status == 200, await reply.text()
+        async with s.http.post(s.url + "/v1/responses", data=half) as reply:
+            assert reply.status == 400
+            complaint = (await reply.json())["error"]["message"]
+    assert f"byte {half.rindex(chr(92))} begins half a character" in complaint

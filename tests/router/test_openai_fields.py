@@ -219,3 +219,43 @@ def test_a_parameter_of_another_type_is_named_by_its_path(
     with pytest.raises(InvalidTurn) as refused:
         inference(sampling)
     assert str(refused.value).startswith(complaint)
+
+
+@pytest.mark.parametrize(
+    "field", [{"best_of": 1}, {"modalities": ["text"]}, {"parallel_tool_calls": False}]
+)
+def test_what_asks_for_no_more_than_every_answer_is_passes(field: dict[str, Any]) -> None:
+    assert chatted(**field).passed == chatted().passed
+
+
+@pytest.mark.parametrize(
+    "field", [{"best_of": 2}, {"modalities": ["text", "audio"]}, {"audio": {"voice": "x"}}]
+)
+def test_what_asks_for_more_is_refused_by_name(field: dict[str, Any]) -> None:
+    with pytest.raises(InvalidTurn, match=next(iter(field))):
+        chatted(**field)
+
+
+async def test_a_chats_prompt_stands_where_vllm_has_it_and_its_meta_info_where_sglang_has_it(
+    stage: Make,
+) -> None:
+    """Verifiers' token client reads the one, miles' session server the other."""
+    body = {"input_ids": PROMPT, "max_tokens": 3, "logprobs": True}
+    async with stage() as s:
+        await s.engine()
+        path = "/v1/chat/completions"
+        async with s.post(path, {**body, "return_token_ids": True}) as reply:
+            asked = await reply.json()
+        async with s.post(path, {**body, "return_meta_info": True}) as reply:
+            beside = await reply.json()
+        async with s.post(path, {**body, "return_token_ids": True, "stream": True}) as reply:
+            pieces = await events(reply)
+    assert asked["prompt_token_ids"] == PROMPT
+    assert "prompt_token_ids" not in beside
+    (choice,) = beside["choices"]
+    made = [entry[1] for entry in choice["meta_info"]["output_token_logprobs"]]
+    assert made == choice["token_ids"]
+    assert choice["meta_info"]["finish_reason"]["type"] == "length"
+    assert "meta_info" not in asked["choices"][0]
+    assert pieces[0]["prompt_token_ids"] == PROMPT
+    assert not any("prompt_token_ids" in one for one in pieces[1:])

@@ -441,6 +441,22 @@ async def _in_slices(raw: bytes, found: LongNumbers, large: LargeBodies) -> dict
     return body | {found.name: numbers}
 
 
+_PAIRS = re.compile(rb"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]..")
+
+
+def _half_character(raw: bytes) -> str:
+    """Where a body has half a character, as languages write that cut texts by 16 bits."""
+    blanked = _PAIRS.sub(lambda pair: b" " * len(pair[0]), raw)
+    found = _HALF.search(blanked)
+    if found is None:
+        return ""
+    return (
+        f"; byte {found.start()} begins half a character ({found[0].decode()}): cut texts "
+        "between characters"
+    )
+
+
 def json_object(raw: bytes) -> dict[str, Any]:
     """A body as an object.
 
@@ -450,7 +466,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(raw)
     except UNREADABLE as error:
-        message = f"the body is no JSON: {error}"
+        message = f"the body is no JSON: {error}{_half_character(raw)}"
         raise BadRequest("Malformed", message) from error
     if not isinstance(body, dict):
         message = f"the body must be a JSON object, not {type(body).__name__}"

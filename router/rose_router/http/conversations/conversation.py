@@ -43,13 +43,13 @@ def messages_of(given: object) -> list[Message]:
     if not isinstance(given, list) or not given:
         message = "messages: expected a list with at least one message (or token ids as input_ids)"
         raise InvalidTurn(message)
-    made, called = [], set[str]()
+    made, called = list[Message](), set[str]()
     for index, one in enumerate(given):
-        message = _message(one, f"messages[{index}]")
-        called.update(call_ids(message))
-        if message["role"] == "tool":
-            _check_called(message.get("tool_call_id"), called, f"messages[{index}]")
-        made.append(message)
+        read = _message(one, f"messages[{index}]")
+        called.update(call_ids(read))
+        if read["role"] == "tool":
+            _check_called(read.get("tool_call_id"), called, f"messages[{index}]")
+        made.append(read)
     return made
 
 

@@ -209,6 +209,8 @@ def message_of(text: str, body: Mapping[str, Any], rid: str) -> dict[str, Any]:
         calls, texts = calls_of(text), ""
     else:
         calls, texts = _called(text)
+    if body.get("parallel_tool_calls") is False:
+        del calls[1:]  # as vLLM does: a harness that asks so has no place for another
     if not calls:
         return {"role": "assistant", "content": text}
     named = [{"id": f"call_{rid}_{number}", **call} for number, call in enumerate(calls)]

@@ -10,7 +10,8 @@ its own servers) are passed over, everything else is read or refused by name.
 | ``tool_use`` blocks of an assistant's | its calls |
 | ``thinking`` blocks | what the template gets as ``reasoning_content`` |
 | ``thinking: {type}`` | ``enable_thinking`` of the template |
-| images, documents, tools that run at the provider | refused: a turn is continued from token ids |
+| tools of Anthropic's own types (``bash_20250124``, ...) | not shown; the reply says so |
+| images, documents | refused: a turn is continued from token ids |
 """
 
 from __future__ import annotations
@@ -75,12 +76,12 @@ class Message(msgspec.Struct):
 
 
 class ToolDefinition(msgspec.Struct):
-    """A tool of the caller's own."""
+    """A tool: the caller's own, or one that Anthropic's models know by its type."""
 
-    name: str
+    name: str = ""
     description: str = ""
     input_schema: dict[str, Any] = {}
-    type: Literal["custom"] | None = None
+    type: str = "custom"
 
 
 class ToolChoice(msgspec.Struct):
@@ -138,8 +139,20 @@ class MessagesRequest(msgspec.Struct, forbid_unknown_fields=True):
     priority: int | None = None
 
 
-def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The request as a chat.
+class ReadMessages(msgspec.Struct, frozen=True):
+    """A request, read.
+
+    Attributes:
+        chat: what it is as a chat.
+        not_shown: types of tools that nobody here knows.
+    """
+
+    chat: dict[str, Any]
+    not_shown: tuple[str, ...]
+
+
+def read(body: Mapping[str, Any]) -> ReadMessages:
+    """Read a request.
 
     Raises:
         InvalidTurn: it is none; names the field.
@@ -157,7 +170,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
         "temperature": asked.temperature,
         "top_p": asked.top_p,
         "top_k": asked.top_k,
-        "tools": [_tool(one) for one in asked.tools] or None,
+        "tools": [_tool(one) for one in asked.tools if one.type == "custom"] or None,
         "tool_choice": _choice(asked.tool_choice),
         "parallel_tool_calls": _parallel(asked.tool_choice),
         "response_format": _format(asked),
@@ -168,7 +181,10 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     last = made["messages"][-1]
     if last["role"] == "assistant" and not last.get("tool_calls"):
         made["continue_final_message"] = True  # its clients begin an answer so
-    return {name: value for name, value in made.items() if value is not None} | ours(body)
+    return ReadMessages(
+        {name: value for name, value in made.items() if value is not None} | ours(body),
+        tuple(sorted({one.type for one in asked.tools} - {"custom"})),
+    )
 
 
 def _system(asked: MessagesRequest) -> Iterator[dict[str, Any]]:
@@ -278,6 +294,8 @@ def _result(block: ToolResultBlock) -> str:
 
 
 def _tool(one: ToolDefinition) -> dict[str, Any]:
+    if not one.name:
+        raise InvalidTurn("tools: a tool has a name")
     function = {
         "name": one.name,
         "description": one.description,

@@ -38,8 +38,10 @@ _TEXTS = frozenset({"json_schema", "structural_tag"})
 _REFUSED = frozenset(
     {"echo", "best_of", "suffix", "prompt_embeds", "prompt_logprobs", "features"}
     | {"bad_words", "allowed_token_ids", "structured_outputs", "guided_choice"}
-    | {"use_beam_search", "truncate_prompt_tokens", "logits_processors"}
+    | {"use_beam_search", "truncate_prompt_tokens", "logits_processors", "modalities", "audio"}
 )
+# What asks for no more than every answer is.
+_NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"]}
 # Read elsewhere in the router, or said about the request and not about its answer.
 _OURS = frozenset(
     {"model", "prompt", "messages", "input_ids", "token_ids", "text", "sampling_params"}
@@ -60,7 +62,7 @@ def refuse(*bodies: Mapping[str, Any]) -> None:
     """
     for body in bodies:
         for name in sorted(_REFUSED & body.keys()):
-            if _asks(body[name]):
+            if _asks(body[name]) and body[name] != _NEUTRAL.get(name):
                 message = f"{name}: the router does not take it"
                 raise InvalidTurn(message)
 

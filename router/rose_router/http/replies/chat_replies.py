@@ -45,7 +45,7 @@ class ChatReplies:
         choices = [self._choice(turn, index) for index, turn in enumerate(turns)]
         body = self._frame(turns[0], "chat.completion", choices)
         body["usage"] = parts.usage(turns)
-        return body
+        return body | self._prompt(turns[0])
 
     def events(self, turn: Turn, index: int = 0) -> Events:
         """Pieces as they come; calls of tools whole, at the end."""
@@ -68,6 +68,8 @@ class ChatReplies:
             choice |= {"index": index, "delta": delta, "finish_reason": self._finish(turn, message)}
             tokens, characters = len(shown.tokens), max(characters, len(text))
             piece = self._frame(turn, "chat.completion.chunk", [choice])
+            if "role" in delta:
+                piece |= self._prompt(turn)
             alone = over and len(self._ask.turns) == 1  # several are counted together
             yield piece | ({"usage": parts.usage([turn])} if alone else {})
 
@@ -85,8 +87,15 @@ class ChatReplies:
         message = self._message(turn, shown)
         choice = self._beside(turn, shown, 0)
         choice["prompt_token_ids"] = turn.request.prompt
+        if self._body.get("return_meta_info"):
+            choice["meta_info"] = parts.meta_info(turn, shown)
         finish = self._finish(turn, message)
         return choice | {"index": index, "message": message, "finish_reason": finish}
+
+    def _prompt(self, turn: Turn) -> dict[str, Any]:
+        """The prompt's ids where vLLM has them; the choice has them at SGLang's place anyway."""
+        asked = self._body.get("return_token_ids")
+        return {"prompt_token_ids": turn.request.prompt} if asked else {}
 
     def _message(self, turn: Turn, shown: VisibleOutput) -> dict[str, Any]:
         text = parts.text_of(turn, shown, self._tokenizer)

@@ -172,11 +172,12 @@ def sglang(
     return {
         "text": text_of(turn, shown, tokenizer),
         "output_ids": shown.tokens,
-        "meta_info": _meta(turn, shown),
+        "meta_info": meta_info(turn, shown),
     }
 
 
-def _meta(turn: Turn, shown: VisibleOutput) -> dict[str, Any]:
+def meta_info(turn: Turn, shown: VisibleOutput) -> dict[str, Any]:
+    """What SGLang says beside an answer; a chat has it where it asks (``return_meta_info``)."""
     count, asked = len(shown.tokens), turn.request
     meta: dict[str, Any] = {
         **_engine_meta(turn),

@@ -172,20 +172,20 @@ class TurnHandlers:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         """Anthropic's ``/v1/messages``."""
-        body = await self._off_loop(request, partial(messages.chat_of, await self._read(request)))
+        read = await self._off_loop(request, partial(messages.read, await self._read(request)))
         tokenizer = self._require_tokenizer()
-        ask = await self._read_chat(request, body)
+        ask = await self._read_chat(request, read.chat)
         with self._turns(request, ask) as (turn,):
-            reader = OutputReader(turn, tokenizer, body)
-            beside = partial(parts.conversation_json, turn, ask)
+            reader = OutputReader(turn, tokenizer, read.chat)
+            beside = partial(parts.conversation_json, turn, ask, read.not_shown)
             answering = MessageReplies(self._service.settings.model, turn, reader, beside)
             return await self._agent(request, ask, turn, answering)
 
     async def count_tokens(self, request: web.Request) -> JsonReply:
         """Anthropic's ``/v1/messages/count_tokens``."""
-        body = await self._off_loop(request, partial(messages.chat_of, await self._read(request)))
+        read = await self._off_loop(request, partial(messages.read, await self._read(request)))
         self._require_tokenizer()
-        return self._json({"input_tokens": len(await self._read_prompt(request, body))})
+        return self._json({"input_tokens": len(await self._read_prompt(request, read.chat))})
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         """OpenAI's ``/v1/responses``."""
@@ -461,7 +461,9 @@ class TurnHandlers:
     async def _long_json(self, answer: dict[str, Any]) -> JsonReply:
         """An answer with its prompts' ids; long ones are written in slices."""
         pieces, written = list[bytes](), list[list[bytes]]()
-        for choice in answer["choices"]:
+        # Those of the whole answer, which vLLM's callers asked for, stand behind its choices.
+        whole = [answer] if "prompt_token_ids" in answer else []
+        for choice in (*answer["choices"], *whole):
             if len(choice["prompt_token_ids"]) > MOST_IDS:
                 written.append(await encoded_ids(choice["prompt_token_ids"]))
                 choice["prompt_token_ids"] = _MARK
