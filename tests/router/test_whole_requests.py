@@ -20,6 +20,7 @@ from rose_dev.waiting import until
 from rose_router.http import whole_requests
 from rose_router.http.whole_requests import (
     PRIVATE_NAMES,
+    KnownHeads,
     WholeRequestHandler,
     WholeRoute,
     lacking,
@@ -59,6 +60,7 @@ class Server:
     port: int = 0
     make: Callable[[], WholeRequestHandler] | None = None
     routes: dict[str, WholeRoute] = field(default_factory=dict)
+    heads: KnownHeads = field(default_factory=KnownHeads)
     whole: list[bool] = field(default_factory=list)
     hold: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: int = 0
@@ -91,6 +93,7 @@ async def serving(server: Server, keepalive: float = 60.0) -> AsyncIterator[Serv
         WholeRequestHandler,
         runner.server,
         server.routes,
+        server.heads,
         loop=loop,
         access_log=None,
         keepalive_timeout=keepalive,

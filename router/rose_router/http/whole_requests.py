@@ -4,7 +4,9 @@ aiohttp's connection has a task that waits for requests, and makes another for e
 it resolves the route, takes the middlewares' chain from a cache and looks for what a turn never
 has: an upgrade, a body that is still coming, a form, an access log. Here a request whose head and
 body came in one piece, for a route that is asked for turn after turn, goes straight to that route's
-chain. Everything is read by the same parser and answered by the same handlers.
+chain. Everything is read by the same parser and answered by the same handlers. What that parser has read
+once it need not read again (``KnownHeads``): callers send one head with all of their requests, but
+for the length of the body.
 
 | a request | is answered by |
 |---|---|
@@ -44,7 +46,8 @@ from aiohttp import hdrs, web
 from aiohttp.http import HttpRequestParser
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.http_writer import StreamWriter
-from aiohttp.streams import StreamReader
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from rose_router.begun import BegunTask
 
@@ -55,6 +58,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PRIVATE_NAMES: Mapping[type, frozenset[str]] = {
     web.RequestHandler: frozenset(
         {"_buffer_paused", "_close", "_current_request", "_force_close", "_handle_request"}
+        | {"_request_count"}
         | {"_handler_waiter", "_keepalive", "_keepalive_handle", "_keepalive_timeout", "_loop"}
         | {"_manager", "_messages", "_next_keepalive_close_time", "_parser", "_process_keepalive"}
         | {"_reading_paused", "_request_factory", "_request_in_progress", "_task_handler"}
@@ -106,12 +110,103 @@ def resolve(app: web.Application, paths: Iterable[str]) -> dict[str, WholeRoute]
     return found
 
 
+_HEAD_END, _LENGTH = b"\r\n\r\n", b"ength: "
+_LENGTH_LINE = b"\r\ncontent-length: "
+_MOST_KNOWN, _MOST_HEAD, _MOST_BODY = 512, 2048, 1 << 16
+"""Heads that are known at one time, bytes of one of them and of the body behind it: a parser takes
+no thousandth of what a longer body does."""
+
+
+class KnownHeads:
+    """Heads that aiohttp's parser has read, by their bytes without the digits of the body's length.
+
+    A head with the same bytes means the same, whoever sends it. Of the digits nothing is read: they
+    must be those of the length of what has come behind the head.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[RawRequestMessage, WholeRoute, bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, data: bytes) -> tuple[RawRequestMessage, WholeRoute, bytes] | None:
+        """A whole request's head as the parser would read it, its route and its body.
+
+        Args:
+            data: begins with a request.
+
+        Returns:
+            ``None`` where no such head was read before, or not all of the body is there, or more.
+        """
+        head, digits, begin = _without_length(data)
+        known = self._known.get(head)
+        if known is None:
+            return None
+        body = data[begin:]
+        if digits != b"%d" % len(body) or len(body) > _MOST_BODY:
+            return None
+        message, route, length = known
+        return message if digits == length else _with_length(message, digits), route, body
+
+    def learn(self, data: bytes, message: RawRequestMessage, route: WholeRoute) -> None:
+        """Remember what the parser has made of a request.
+
+        Args:
+            data: it, head and body and nothing behind.
+            message: what was read of its head; it has a body of that length.
+            route: its.
+        """
+        head, digits, begin = _without_length(data)
+        line = data[: data.find(_LENGTH) + len(_LENGTH)].lower()
+        if not line.endswith(_LENGTH_LINE) or len(data) - begin > _MOST_BODY:
+            return
+        if message.headers.getall(hdrs.CONTENT_LENGTH) != [digits.decode("ascii")]:
+            return  # another line has that name, too
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[head] = message, route, digits
+
+
+def _without_length(data: bytes) -> tuple[bytes, bytes, int]:
+    """A head without the digits of its body's length, these, and where its body begins.
+
+    The head is empty where none is whole, and where it names no length.
+    """
+    end = data.find(_HEAD_END, 0, _MOST_HEAD)
+    begin = data.find(_LENGTH, 0, max(end, 0)) + len(_LENGTH)
+    if begin < len(_LENGTH):
+        return b"", b"", 0
+    behind = data.find(b"\r", begin)
+    return data[:begin] + data[behind:end], data[begin:behind], end + len(_HEAD_END)
+
+
+def _with_length(message: RawRequestMessage, digits: bytes) -> RawRequestMessage:
+    """The same head before a body of another length."""
+    headers = CIMultiDict(message.headers)
+    headers[hdrs.CONTENT_LENGTH] = digits.decode("ascii")
+    raw = [
+        (name, digits if name.lower() == b"content-length" else value)
+        for name, value in message.raw_headers
+    ]
+    return message._replace(headers=CIMultiDictProxy(headers), raw_headers=tuple(raw))
+
+
+def _is_exact(data: bytes, payload: StreamReader) -> bool:
+    """Whether a request that was read of these bytes is all of them: a next one has not begun."""
+    if payload is EMPTY_PAYLOAD:
+        return data.find(_HEAD_END) + len(_HEAD_END) == len(data)
+    _, digits, begin = _without_length(data)
+    return payload.is_eof() and digits == b"%d" % (len(data) - begin)
+
+
 class WholeRequestHandler(web.RequestHandler):
     """A connection of aiohttp's that answers whole requests by itself.
 
     Args:
         manager: of all connections.
         routes: for which it does, by path.
+        heads: that were read over any of them.
         settings: of aiohttp's connections.
 
     Attributes:
@@ -119,16 +214,19 @@ class WholeRequestHandler(web.RequestHandler):
             comes beside an answer something may be missing.
     """
 
-    __slots__ = ("_answering", "_routes", "_waits", "answers_whole")
+    __slots__ = ("_answering", "_between", "_heads", "_routes", "_waits", "answers_whole")
 
     def __init__(
         self,
         manager: web.Server,
         routes: Mapping[str, WholeRoute],
+        heads: KnownHeads,
         **settings: Any,  # noqa: ANN401  # aiohttp's, which checks them
     ) -> None:
         super().__init__(manager, **settings)
-        self._routes = routes
+        self._routes, self._heads = routes, heads
+        # The parser has read whole requests and nothing of another.
+        self._between = True
         self._answering: asyncio.Task[None] | None = None
         self._waits = False
         self.answers_whole = False
@@ -144,23 +242,35 @@ class WholeRequestHandler(web.RequestHandler):
     def data_received(self, data: bytes) -> None:
         """Bytes of the caller."""
         waiter, self.answers_whole = self._waiter, False
-        if not self._waits and self._answering is None:  # before aiohttp's task has come to wait
-            super().data_received(data)
-            self.answers_whole = bool(self._messages) and self._answer_whole()
+        free, waits = self._answering is None, waiter is not None and not waiter.done()
+        # Before aiohttp's task has come to wait it is not woken either.
+        if free and (waits or not self._waits) and self._answer_known(data):
             return
-        if waiter is None or waiter.done():
-            super().data_received(data)
+        if free and not self._waits:
+            self._feed(data)
+            self.answers_whole = bool(self._messages) and self._answer_whole(data)
+            return
+        if waiter is None or not waits:
+            self._feed(data)
             return
         self._waiter = None  # who waits is not woken by aiohttp: perhaps nobody need be
         try:
-            super().data_received(data)
+            self._feed(data)
         finally:
             if not waiter.done():
                 self._waiter = waiter
         if self._messages and self._answering is None:
-            self.answers_whole = self._answer_whole()
+            self.answers_whole = self._answer_whole(data)
             if not self.answers_whole:
                 waiter.set_result(None)
+
+    def _feed(self, data: bytes) -> None:
+        """Have the parser read, and see whether anything of another request was there."""
+        between, count, self._between = self._between, len(self._messages), False
+        super().data_received(data)
+        if between and len(self._messages) == count + 1:
+            message, payload = self._messages[-1]
+            self._between = isinstance(message, RawRequestMessage) and _is_exact(data, payload)
 
     async def shutdown(self, timeout: float | None = 15.0) -> None:  # noqa: ASYNC109  # aiohttp's
         """Wait for the answer, then end it."""
@@ -190,8 +300,30 @@ class WholeRequestHandler(web.RequestHandler):
         else:
             self._keepalive_handle = None  # the end of the answer makes another
 
-    def _answer_whole(self) -> bool:
-        """Begin to answer what has come, if that is one whole request."""
+    def _answer_known(self, data: bytes) -> bool:
+        """Begin to answer a whole request past the parser, if its like has been read before."""
+        manager = self._manager
+        if not self._between or self._messages or manager is None:
+            return False
+        if self._force_close or self._close or self._upgraded:
+            return False
+        known = self._heads.find(data)
+        if known is None:
+            return False
+        message, route, body = known
+        payload = StreamReader(self, limit=_MOST_BODY, loop=self._loop)
+        payload.feed_data(body)
+        payload.feed_eof()
+        self._request_count += 1
+        self._begin(manager, message, payload, route)
+        return True
+
+    def _answer_whole(self, data: bytes) -> bool:
+        """Begin to answer what has come, if that is one whole request.
+
+        Args:
+            data: that came last.
+        """
         parser, manager = self._parser, self._manager
         if len(self._messages) != 1 or self._upgraded or parser is None or manager is None:
             return False
@@ -203,13 +335,25 @@ class WholeRequestHandler(web.RequestHandler):
             return False
         if message.chunked or message.compression or hdrs.EXPECT in message.headers:
             return False
+        if self._between:
+            self._heads.learn(data, message, route)
         self._messages.clear()
         parser.message_consumed()
+        self._begin(manager, message, payload, route)
+        return True
+
+    def _begin(
+        self,
+        manager: web.Server,
+        message: RawRequestMessage,
+        payload: StreamReader,
+        route: WholeRoute,
+    ) -> None:
+        self.answers_whole = True
         manager.requests_count += 1
         begun = BegunTask(self._loop, self._answer(message, payload, route))
         self._answering = begun.task
         begun.begin()
-        return True
 
     async def _answer(
         self, message: RawRequestMessage, payload: StreamReader, route: WholeRoute
@@ -279,7 +423,7 @@ def choose_protocol(
     """
     lacks = lacking()
     if not lacks:
-        return partial(WholeRequestHandler, manager, routes, **settings)
+        return partial(WholeRequestHandler, manager, routes, KnownHeads(), **settings)
     LOG.warning(
         "aiohttp %s has no %s, by which turns are answered past its task; it answers all requests "
         "by itself, and a turn costs about a fifth more. Install the version that ROSE is "
