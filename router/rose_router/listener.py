@@ -121,7 +121,7 @@ class LimitedConnection(asyncio.Protocol):
 
     | while it is | it is held by |
     |---|---|
-    | silent | the kernel's epoll of ``SilentConnections`` |
+    | silent | the kernel's epoll of ``SilentConnections``; a few of them by the next two |
     | dialled: has sent a byte, and shakes hands where there is TLS | a task |
     | speaking | its transport |
     | over | nobody |
@@ -298,6 +298,11 @@ class ConnectionLimiter:
                 return door
         return None
 
+    @property
+    def headless(self) -> int:
+        """Connections over which no whole request head has come yet."""
+        return len(self._headless)
+
     def note_transport(self, door: LimitedConnection) -> None:
         """It has one."""
         if door.transport is not None and door in self._open:
@@ -405,6 +410,10 @@ class SilentConnections:
     up likewise: ten thousand without a word kept everybody waiting. Here they cost it one
     descriptor, an epoll of their own (epoll(7) nests), and it looks at ``_AT_ONCE`` a step.
 
+    While no more than ``_SPEAK_AT_ONCE`` are without a head, a new one is made ready before its
+    first byte: its caller is about to send a request, and making it ready takes as long as reading
+    that. With TLS it waits for the byte, since from then on a handshake has its time.
+
     Args:
         listener: bound.
         doors: counts connections.
@@ -472,6 +481,9 @@ class SilentConnections:
         door = self._door()
         if not self._doors.enter(door):
             door.refused = True
+            self._dial(caller, door)
+            return
+        if self._context is None and self._doors.headless <= _SPEAK_AT_ONCE:
             self._dial(caller, door)
             return
         number = caller.fileno()
