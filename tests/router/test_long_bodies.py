@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from rose_core.rollouts.errors import InvalidTurn, PromptTooLong
 from rose_core.rollouts.requests.fields import NO_BOUNDS, Bounds
 from rose_dev.waiting import until
-from rose_router.engines.engine_client import _encoded
+from rose_router.engines.engine_client import MOST_IDS, _encoded
 from rose_router.errors import TooLarge
 from rose_router.http.admission import bodies
 from rose_router.http.admission.bodies import (
@@ -484,6 +484,56 @@ async def test_an_answer_with_a_long_prompts_ids_is_whole(stage: Staging, n: int
             assert all(len(ids) > 1 << 15 and ids == prompts[0] for ids in prompts)
             assert prompts[0] == IDS or path != "/v1/completions"
             assert answer["usage"]["prompt_tokens"] == len(prompts[0])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_repeats_a_long_prompts_ids_in_pieces(stage: Staging, n: int) -> None:
+    """No write of its first event, nor any other, is longer than a slice of ids."""
+    async with stage() as s:
+        await s.engine(vocabulary=1 << 20)
+        body = {"prompt": IDS, "max_tokens": 2, "n": n, "stream": True}
+        raw, sizes = await _read_in_chunks(s, "/v1/completions", body)
+    lines = [one[len(b"data: ") :] for one in raw.split(b"\n\n") if one.startswith(b"data: {")]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    prompts = [one["prompt_token_ids"] for one in choices if "prompt_token_ids" in one]
+    assert prompts == [IDS] * n
+    slice_bytes = MOST_IDS * len("123456,")
+    assert max(sizes) <= slice_bytes
+    assert len(sizes) >= n * len(LONG.replace(" ", "")) // slice_bytes
+
+
+@pytest.mark.parametrize("count", [10, 5_000, 40_000])
+async def test_a_prompts_ids_are_told_once_however_many_they_are(
+    stage: Staging, count: int
+) -> None:
+    ids = IDS[:count]
+    async with stage() as s:
+        await s.engine(vocabulary=1 << 20, token_seconds=0.001)
+        body = {"prompt": ids, "max_tokens": 5, "stream": True, "logprobs": 1}
+        raw, _ = await _read_in_chunks(s, "/v1/completions", body)
+    assert raw.endswith(b"data: [DONE]\n\n")
+    events = [json.loads(one[len("data: ") :]) for one in raw.decode().split("\n\n")[:-2]]
+    told = [choice for event in events for choice in event["choices"]]
+    assert [one.get("prompt_token_ids") for one in told] == [ids] + [None] * (len(told) - 1)
+    assert sum(len(one["token_ids"]) for one in told) == 5
+
+
+async def _read_in_chunks(s: Stage, path: str, body: dict[str, Any]) -> tuple[bytes, list[int]]:
+    """A stream, and the sizes of HTTP's chunks in which it came."""
+    raw = msgspec.json.encode(body)
+    reader, writer = await asyncio.open_connection("127.0.0.1", s.router.http_port, limit=1 << 20)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    writer.write(head.encode() + raw)
+    data, sizes = b"", list[int]()
+    async with asyncio.timeout(60):
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert b" 200 OK" in answer, answer
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            data += await reader.readexactly(size)
+            sizes.append(size)
+            await reader.readexactly(2)
+    writer.close()
+    return data, sizes
 
 
 async def test_a_long_prompt_reaches_its_engine_whole(stage: Staging) -> None:

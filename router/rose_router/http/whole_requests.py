@@ -4,9 +4,9 @@ aiohttp's connection has a task that waits for requests, and makes another for e
 it resolves the route, takes the middlewares' chain from a cache and looks for what a turn never
 has: an upgrade, a body that is still coming, a form, an access log. Here a request whose head and
 body came in one piece, for a route that is asked for turn after turn, goes straight to that route's
-chain. Everything is read by the same parser and answered by the same handlers. What that parser has read
-once it need not read again (``KnownHeads``): callers send one head with all of their requests, but
-for the length of the body.
+chain. Everything is read by the same parser and answered by the same handlers. What that parser has
+read once it need not read again (``KnownHeads``): callers send one head with all of their requests,
+but for the length of the body.
 
 | a request | is answered by |
 |---|---|

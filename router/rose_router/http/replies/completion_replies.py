@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from rose_router.http.replies import parts
 from rose_router.http.replies.parts import TokenNames
 from rose_router.http.replies.streaming import Events
@@ -35,8 +37,14 @@ class CompletionReplies:
             choices.append(parts.openai_choice(turn, index, self._tokenizer, names=self._names))
         return self._frame(turns[0], choices) | {"usage": parts.usage(turns)}
 
-    def events(self, turn: Turn, index: int = 0) -> Events:
-        """Pieces as they come; they add up to the answer."""
+    def events(self, turn: Turn, index: int = 0, prompt: msgspec.Raw | None = None) -> Events:
+        """Pieces as they come; they add up to the answer.
+
+        Args:
+            turn: whose.
+            index: among the answers.
+            prompt: the ids of its prompt as they are written; ``None`` = with the first piece.
+        """
         tokens = text = 0
         over = False
         while not over:
@@ -49,6 +57,7 @@ class CompletionReplies:
                 names=self._names,
                 since=tokens,
                 text_since=text,
+                prompt=prompt,
             )
             tokens += len(choice["token_ids"])
             text += len(choice["text"])

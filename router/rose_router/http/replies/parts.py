@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from rose_core.rollouts.requests.logprobs import SCALE, semantics
 from rose_core.rollouts.requests.stops import sure, trimmed
 from rose_core.rollouts.transcripts.detokenize import IncrementalDetokenizer
@@ -289,8 +291,12 @@ def openai_choice(
     names: TokenNames = BY_ID,
     since: int = 0,
     text_since: int = 0,
+    prompt: msgspec.Raw | None = None,
 ) -> dict[str, Any]:
-    """One choice of ``/v1/completions``, from output token ``since`` on."""
+    """One choice of ``/v1/completions``, from output token ``since`` on.
+
+    ``prompt``: its ids as they are written; ``None`` = they are written with the choice.
+    """
     shown = turn.shown()
     ids = shown.tokens[since:]
     choice: dict[str, Any] = {
@@ -305,7 +311,7 @@ def openai_choice(
         "rose": rose_with_abort(turn, shown.spans),
     }
     if not since:
-        choice["prompt_token_ids"] = turn.request.prompt
+        choice["prompt_token_ids"] = turn.request.prompt if prompt is None else prompt
     return choice
 
 

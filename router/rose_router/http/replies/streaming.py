@@ -54,6 +54,20 @@ def _named(events: list[dict[str, Any]]) -> bytes:
     )
 
 
+MARK = msgspec.Raw(b"\0")
+"""Stands in an event for what is too long to be written with it; no JSON has a zero byte."""
+_MARKED = bytes(MARK)
+
+
+def _parted(line: bytes, long: Sequence[bytes]) -> list[bytes]:
+    """A line in pieces, with what is long in the places of its marks."""
+    first, *rest = line.split(_MARKED) if long else (line,)
+    pieces = [first]
+    for one in rest:
+        pieces += [*long, one]
+    return pieces
+
+
 _DONE = b"data: [DONE]\n\n"
 
 PLAIN = Framing(_line, _DONE)
@@ -122,6 +136,8 @@ class Stream:
         turn: what is streamed.
         events: its events, from its first token on or once it is over.
         framing: how they are written.
+        long: pieces of what stands in its first event where that has ``MARK``; others have the loop
+            between them.
     """
 
     def __init__(
@@ -130,11 +146,14 @@ class Stream:
         turn: Turn,
         events: Events,
         framing: Framing = PLAIN,
+        *,
+        long: Sequence[bytes] = (),
     ) -> None:
         self._request = request
         self._turn = turn
         self._events = events
         self._framing = framing
+        self._long = long
         self._reply = _EventReply(request)
         self._socket = plain_socket(request.transport)
 
@@ -178,27 +197,34 @@ class Stream:
         turn, reply, lines = self._turn, self._reply, self._framing.lines
         while not turn.is_over:
             if (line := lines(next(self._events))) or not reply.open:
-                await self._send(reply.framed(line))
+                for piece in _parted(line, self._long):
+                    await self._send(reply.framed(piece))
+                self._long = self._long if _MARKED in line else ()
             if not turn.is_over:  # it may have ended while the caller was waited for
                 await turn.changed.wait(self._at_once)
         if not reply.ended:
-            await self._send(self._end())
+            *before, last = _parted(self._rest(), self._long)
+            for piece in before:
+                await self._send(reply.framed(piece))
+            await self._send(reply.last(last))
         else:  # which its caller may not have taken yet
             await self._wait_taken()
 
-    def _end(self) -> bytes:
+    def _rest(self) -> bytes:
         """All that is left to say: nothing more is waited for, and it goes out in one piece."""
         last = b"".join([self._framing.lines(event) for event in self._events])
-        return self._reply.last(last + self._framing.end)
+        return last + self._framing.end
 
     def _at_once(self) -> bool:
         """Write what is new, if it can be written without waiting."""
         transport, turn, reply = self._request.transport, self._turn, self._reply
         if transport is None or transport.is_closing() or transport.get_write_buffer_size():
             return False
+        if self._long:
+            return False  # its task writes, and gives the loop away
         if turn.is_over:
             if reply.open:
-                write_at_once(transport, self._socket, self._end())
+                write_at_once(transport, self._socket, reply.last(self._rest()))
             return False  # its task has to end
         if not turn.first_token_at:
             return False
@@ -216,6 +242,8 @@ class Stream:
             message = "the caller hung up before the event was written"
             raise ConnectionResetError(message)
         transport.write(data)
+        if self._long:
+            await asyncio.sleep(0)
         await self._wait_taken()
 
     async def _wait_taken(self) -> None:
@@ -231,6 +259,7 @@ class MergedStream:
         request: the caller's.
         voices: turns, and the events of each.
         last: what follows when all are over.
+        long: by voice, as in ``Stream``.
     """
 
     def __init__(
@@ -238,8 +267,10 @@ class MergedStream:
         request: web.Request,
         voices: Sequence[tuple[Turn, Events]],
         last: Callable[[], Iterable[object]],
+        long: Sequence[Sequence[bytes]] = (),
     ) -> None:
         self._request, self._voices, self._last = request, voices, last
+        self._long = long or [()] * len(voices)
         self._response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         self._turn_to_write = asyncio.Lock()
 
@@ -248,8 +279,8 @@ class MergedStream:
         try:
             await self._response.prepare(self._request)
             async with asyncio.TaskGroup() as group:
-                for turn, events in self._voices:
-                    group.create_task(self._speak(turn, events))
+                for (turn, events), long in zip(self._voices, self._long, strict=True):
+                    group.create_task(self._speak(turn, events, long))
             rest = b"".join(map(_line, self._last()))
             await self._response.write_eof(rest + PLAIN.end)
         except* ConnectionResetError:
@@ -257,14 +288,18 @@ class MergedStream:
                 self._request.transport.abort()
         return self._response
 
-    async def _speak(self, turn: Turn, events: Events) -> None:
+    async def _speak(self, turn: Turn, events: Events, long: Sequence[bytes]) -> None:
         while not turn.is_over:
-            await self._write(_line(next(events)))
+            await self._write(_line(next(events)), long)
             if not turn.is_over:
                 await turn.changed.wait()
         for event in events:
-            await self._write(_line(event))
+            await self._write(_line(event), long)
 
-    async def _write(self, line: bytes) -> None:
+    async def _write(self, line: bytes, long: Sequence[bytes]) -> None:
         async with self._turn_to_write:
-            await self._response.write(line)
+            first, *more = _parted(line, long)
+            await self._response.write(first)
+            for piece in more:
+                await asyncio.sleep(0)
+                await self._response.write(piece)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
@@ -45,6 +45,7 @@ from rose_router.http.replies.parts import TokenNames
 from rose_router.http.replies.response_replies import ResponseReplies
 from rose_router.http.replies.streaming import (
     LINES,
+    MARK,
     NAMED,
     PLAIN,
     Events,
@@ -63,6 +64,8 @@ _LONG_BODY = 1 << 16
 _LONG_IDS = 1 << 18
 """The same of one prompt of ids without a word: 40,000 are read in a millisecond, where they were
 decoded at once, too. On a busy machine a thread is waited for longer than that, twice."""
+_WRITTEN_AHEAD = 1024
+"""Ids of a prompt that an answer's first event repeats; more are written before the first token."""
 _READERS = 2
 """Threads for long bodies: one that takes its template's whole budget stops no other."""
 _FIND_SECONDS = 60.0  # a loop that ends answers nobody
@@ -72,7 +75,6 @@ _FAILED = TurnState.FAILED  # named once: an enum's member is slow to find
 Made = TypeVar("Made")
 
 _encode = msgspec.json.Encoder().encode
-_MARK = msgspec.Raw(b"\0")
 
 
 class TurnHandlers:
@@ -140,9 +142,12 @@ class TurnHandlers:
         answering = CompletionReplies(model, self._tokenizer, self._names(body))
         with self._turns(request, ask) as turns:
             if ask.stream:
-                voices = [(turn, answering.events(turn, n)) for n, turn in enumerate(turns)]
+                # Engines have been asked, and what follows is done while they compute.
+                prompts = await _written_prompts(turns)
+                voices = [(t, answering.events(t, n, prompts[n][0])) for n, t in enumerate(turns)]
                 counted = partial(answering.counted, turns) if ask.usage else None
-                return await self._stream_answers(request, voices, counted)
+                long = [pieces for _, pieces in prompts]
+                return await self._stream_answers(request, voices, counted, long)
             await self._wait_all(turns)
             _raise_if_all_failed(turns)
             return await self._long_json(answering.answer(turns))
@@ -432,9 +437,10 @@ class TurnHandlers:
         turn: Turn,
         events: Callable[[Turn], Events],
         framing: Framing = PLAIN,
+        long: Sequence[bytes] = (),
     ) -> web.StreamResponse:
         # The status is decided by the first thing there is to say.
-        stream = Stream(request, turn, events(turn), framing)
+        stream = Stream(request, turn, events(turn), framing, long=long)
         if not await stream.wait_begun():
             _raise_if_all_failed([turn])
         return await stream.run()
@@ -444,16 +450,18 @@ class TurnHandlers:
         request: web.Request,
         voices: list[tuple[Turn, Events]],
         counted: Callable[[], dict[str, Any]] | None,
+        long: Sequence[Sequence[bytes]] = (),
     ) -> web.StreamResponse:
-        """Stream one answer, or several in one stream."""
+        """Stream one answer, or several in one stream; for ``long`` see ``MergedStream``."""
         turns = [turn for turn, _ in voices]
         if len(voices) == 1:
             ((turn, events),) = voices
             told = _with_last_events(events, turns, counted)
-            return await self._stream(request, turn, lambda _: told)
+            return await self._stream(request, turn, lambda _: told, long=long[0] if long else ())
         await _wait_any_begun(turns)
         _raise_if_all_failed(turns)
-        return await MergedStream(request, voices, partial(_last_events, turns, counted)).run()
+        last = partial(_last_events, turns, counted)
+        return await MergedStream(request, voices, last, long).run()
 
     def _json(self, body: object) -> JsonReply:
         return JsonReply(_encode(body))
@@ -466,7 +474,7 @@ class TurnHandlers:
         for choice in (*answer["choices"], *whole):
             if len(choice["prompt_token_ids"]) > MOST_IDS:
                 written.append(await encoded_ids(choice["prompt_token_ids"]))
-                choice["prompt_token_ids"] = _MARK
+                choice["prompt_token_ids"] = MARK
         if not written:
             return self._json(answer)
         first, *rest = _encode(answer).split(b"\0")  # which stands in no JSON
@@ -567,6 +575,26 @@ def _job_of(request: web.Request) -> str | None:
     """
     caller = caller_of(request)
     return caller.job or ("" if caller.limited else None)
+
+
+async def _written_prompts(
+    turns: Sequence[Turn],
+) -> list[tuple[msgspec.Raw | None, Sequence[bytes]]]:
+    """The ids of each turn's prompt in JSON, ``None`` for few; many are a mark, and pieces for it.
+
+    Answers to one prompt share them.
+    """
+    written: dict[int, tuple[msgspec.Raw | None, Sequence[bytes]]] = {}
+    for turn in turns:
+        ids = turn.request.prompt
+        if id(ids) in written:
+            continue
+        if len(ids) > MOST_IDS:
+            written[id(ids)] = MARK, await encoded_ids(ids)
+        else:
+            many = len(ids) > _WRITTEN_AHEAD
+            written[id(ids)] = msgspec.Raw(_encode(ids)) if many else None, ()
+    return [written[id(turn.request.prompt)] for turn in turns]
 
 
 async def _wait_begun(turn: Turn) -> None:
