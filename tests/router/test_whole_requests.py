@@ -11,10 +11,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, cast
 
 import msgspec
 import pytest
 from aiohttp import web, web_protocol
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.http import HttpRequestParser
+from aiohttp.http_parser import RawRequestMessage
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rose_dev.waiting import until
 from rose_router.http import whole_requests
@@ -408,6 +414,156 @@ async def test_without_one_of_them_aiohttp_answers_turns_by_itself(
         }
         result = await ask(s, body, whole=True)
     assert b" 200 OK" in result
+
+
+# --- heads that were read before
+
+
+async def read(data: bytes) -> tuple[RawRequestMessage, bytes]:
+    """A request as aiohttp's parser reads it, and its body."""
+    loop = asyncio.get_running_loop()
+    parser = HttpRequestParser(BaseProtocol(loop), loop, 1 << 16)
+    ((message, payload),), _, _ = parser.feed_data(data)
+    return message, await payload.read()
+
+
+FIELDS = ("method", "path", "version", "raw_headers", "should_close", "compression", "upgrade")
+
+
+def fields(message: RawRequestMessage) -> list[object]:
+    read_of = [getattr(message, name) for name in (*FIELDS, "chunked", "url")]
+    return [*read_of, list(message.headers.items())]
+
+
+def learned(sent: bytes, message: RawRequestMessage) -> KnownHeads:
+    heads, route = KnownHeads(), free()
+    heads.learn(sent, message, WholeRoute(route.handle, cast("Any", None)))
+    return heads
+
+
+NAMES = st.sampled_from(["X-Length", "Authorization", "x-length", "Accept", "X-ength", "Cookie"])
+VALUES = st.text(st.sampled_from("ab1 :;,=%ength"), max_size=20)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(NAMES, VALUES), max_size=4),
+    st.sampled_from(["Content-Length", "content-length", "CONTENT-LENGTH"]),
+    st.integers(0, 4),
+    st.tuples(st.binary(min_size=1, max_size=300), st.binary(max_size=300)),
+    st.sampled_from(["1.0", "1.1"]),
+)
+async def test_a_head_that_is_known_is_what_the_parser_would_read(
+    headers: list[tuple[str, str]], length: str, place: int, bodies: tuple[bytes, bytes], http: str
+) -> None:
+    lines = [f"{name}: {value}" for name, value in headers]
+
+    def sent(body: bytes) -> bytes:
+        with_length = [*lines[:place], f"{length}: {len(body)}", *lines[place:]]
+        head = "\r\n".join([f"POST /turn HTTP/{http}", "Host: x", *with_length])
+        return head.encode() + b"\r\n\r\n" + body
+
+    first, then = sent(bodies[0]), sent(bodies[1])
+    heads = learned(first, (await read(first))[0])
+    for one in (first, then):
+        if (known := heads.find(one)) is not None:
+            message, body = await read(one)
+            assert fields(known[0]) == fields(message)
+            assert known[2] == body
+    if not headers and length != "CONTENT-LENGTH":  # as no client writes it
+        assert heads.find(first) is not None
+        assert (heads.find(then) is not None) == bool(bodies[1])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        (b"Content-Length: 10", b"Content-Length: 010"),
+        (b"Content-Length: 10", b"Content-Length: +10"),
+        (b"Content-Length: 10", b"Content-Length: 9"),
+        (b"Content-Length: 10", b"Content-Length: 11"),
+        (b"Content-Length: 10", b"Content-Length: "),
+        (b"Content-Length: 10", b"Content-Length: 10\r\nContent-Length: 10"),
+        (b"Content-Length: 10", b"Content-Length:10"),
+        (b"Content-Length: 10", b"Content-length: 10"),
+        (b"Content-Length: 10", b"Transfer-Encoding: chunked"),
+        (b"Host: x", b"Host: y"),
+        (b"\r\n\r\n", b"\r\n"),
+    ],
+)
+async def test_a_head_that_differs_in_a_byte_is_left_to_the_parser(
+    changed: tuple[bytes, bytes],
+) -> None:
+    sent = request()
+    heads = learned(sent, (await read(sent))[0])
+    assert heads.find(sent) is not None
+    assert heads.find(sent.replace(*changed)) is None
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        request(BODY, "X-Length: 10", "Content-Length: 10"),
+        request(BODY, "X-ength: 10"),
+        request(BODY, f"X-Long: {'x' * 2048}"),
+        request(b"x" * ((1 << 16) + 1)),
+        request(BODY, "Content-Length:10"),
+    ],
+)
+async def test_what_cannot_be_told_by_its_bytes_is_not_remembered(sent: bytes) -> None:
+    assert not len(learned(sent, (await read(sent))[0]))
+
+
+async def test_as_many_heads_are_kept_as_fit() -> None:
+    sent = request()
+    heads = learned(sent, (await read(sent))[0])
+    route = WholeRoute(free().handle, cast("Any", None))
+    for number in range(600):
+        one = request(BODY, f"X-Name: {number}")
+        heads.learn(one, (await read(one))[0], route)
+    assert 0 < len(heads) <= 512
+
+
+async def test_a_head_is_known_over_every_connection() -> None:
+    async with serving(free()) as server:
+        for number in range(4):
+            body = b"x" * (number + 1)
+            async with dialled(server.port) as (reader, writer):
+                writer.write(request(body))
+                assert (await answer(reader)).endswith(body + b" /turn")
+        assert len(server.heads) == 1
+        assert server.whole == [True] * 4
+
+
+async def test_a_body_that_looks_like_a_request_teaches_nothing() -> None:
+    """Else whoever sends one could say what the heads of others mean."""
+    inner = request(BODY, "Authorization: Bearer other")
+    outer = request(b"{}" + inner)
+    async with serving(free()) as server, dialled(server.port) as (reader, writer):
+        writer.write(outer[: -len(inner)])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.write(inner)
+        assert (await answer(reader)).endswith(inner + b" /turn")
+        assert not len(server.heads)
+        writer.write(request())
+        assert (await answer(reader)).endswith(BODY + b" /turn")
+        assert not len(server.heads), "where its bytes begin is not sure over this connection"
+
+
+async def test_a_known_head_in_the_middle_of_a_body_is_body() -> None:
+    inner = request()
+    async with serving(free()) as server, dialled(server.port) as (reader, writer):
+        writer.write(inner)
+        assert (await answer(reader)).endswith(BODY + b" /turn")
+        assert len(server.heads) == 1
+        outer = request(b"{}" + inner)
+        writer.write(outer[: -len(inner)])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.write(inner)
+        assert (await answer(reader)).endswith(b"{}" + inner + b" /turn")
+        assert len(server.whole) == 2
 
 
 # --- the router's own turns

@@ -60,10 +60,12 @@ class FairShares:
     def join(self, job: str) -> None:
         """Count a turn of the job that begins to wait; a job that comes back starts level."""
         if job not in self._turns:
-            level = min((self._served[other] for other in self._turns), default=0.0)
+            turns = self._turns  # without any, as between two turns, there is nothing to look at
+            level = min([self._served[other] for other in turns]) if turns else 0.0
             self._served[job] = max(self._served.pop(job, 0.0), level)
             self._turns[job] = 0
-            self._forget(level)
+            if len(self._served) > _REMEMBERED:
+                self._forget(level)
         self._turns[job] += 1
 
     def charge(self, job: str, tokens: float) -> None:
@@ -87,9 +89,7 @@ class FairShares:
         return sorted(waiting, key=lambda one: (*one.key[:2], served.get(one.job, 0.0)))
 
     def _forget(self, level: float) -> None:
-        """Jobs that are away, first those that would start at the level anyway."""
-        if len(self._served) <= _REMEMBERED:
-            return
+        """Forget jobs that are away, first those that would start at the level anyway."""
         for job in [job for job in self._served if job not in self._turns]:
             if self._served[job] <= level or len(self._served) > _REMEMBERED:
                 del self._served[job]

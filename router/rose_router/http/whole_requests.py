@@ -139,12 +139,16 @@ class KnownHeads:
         Returns:
             ``None`` where no such head was read before, or not all of the body is there, or more.
         """
-        head, digits, begin = _without_length(data)
-        known = self._known.get(head)
+        end = data.find(_HEAD_END, 0, _MOST_HEAD)
+        begin = data.find(_LENGTH, 0, max(end, 0)) + len(_LENGTH)
+        if begin < len(_LENGTH):
+            return None
+        behind = data.find(b"\r", begin)  # as in ``_without_length``, which would be a call more
+        known = self._known.get(data[:begin] + data[behind:end])
         if known is None:
             return None
-        body = data[begin:]
-        if digits != b"%d" % len(body) or len(body) > _MOST_BODY:
+        digits, body = data[begin:behind], data[end + len(_HEAD_END) :]
+        if digits != b"%d" % len(body) or not 0 < len(body) <= _MOST_BODY:
             return None
         message, route, length = known
         return message if digits == length else _with_length(message, digits), route, body

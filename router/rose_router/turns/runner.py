@@ -479,7 +479,7 @@ class LegReader:
         self._turn, self._engine, self._leg, self._handle = turn, engine, leg, handle
         self._end = end
         self._fleet, self._clock = fleet, clock
-        self._crossing = _crossing(turn)
+        self._crossing = None if turn.request.stops is None else _crossing(turn)
         self._over = False
         wanted = turn.request.passed.get("return_routed_experts")
         self.wants_final_event = bool(wanted) and self._crossing is not None
