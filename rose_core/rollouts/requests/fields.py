@@ -345,10 +345,12 @@ def check_within(
     if top > most:
         message = f"top_logprobs_num: at most {most} with these engines, got {top}"
         raise UnsafeTurn(message)
-    check_context(len(prompt), bounds)
+    if bounds.context and len(prompt) >= bounds.context:
+        check_context(len(prompt), bounds)
     # Last: of a prompt that is too long nobody needs to know the highest id.
-    ids = prompt if highest < 0 else (highest,)
-    _check_ids(ids, sampling, request, bounds.vocabulary)
+    if bounds.vocabulary:
+        ids = prompt if highest < 0 else (highest,)
+        _check_ids(ids, sampling, request, bounds.vocabulary)
 
 
 def check_context(tokens: int, bounds: Bounds, *, at_least: bool = False) -> None:
@@ -423,8 +425,6 @@ def _joint(sampling: Mapping[str, Any]) -> bool:
 def _check_ids(
     prompt: Sequence[int], sampling: Mapping[str, Any], request: Mapping[str, Any], size: int
 ) -> None:
-    if not size:
-        return
     asked: tuple[tuple[str, Iterable[int]], ...] = (
         ("prompt", prompt),
         ("stop_token_ids", sampling.get("stop_token_ids") or ()),
