@@ -235,8 +235,8 @@ def middleware(memory: MemoryLimiter, most_body: int) -> Middleware:
             elif length > most:
                 raise too_long(length)
         expected = most if length is None else min(length, most)
-        room = request[ROOM] = MemoryReservation(memory)
-        room.resize(expected * PER_BYTE)  # as ``room_for`` on entering
+        room = request[ROOM] = memory.room_for(expected)
+        room.take_first()
         try:
             return await handler(request)
         finally:
