@@ -212,7 +212,7 @@ async def test_a_caller_that_does_not_take_the_end_of_its_stream_is_cut_off(
 ) -> None:
     """The end is written by whoever reads the engine, who waits for nobody."""
     monkeypatch.setattr("rose_router.listener.LEAST_RATE", 1 << 40)
-    monkeypatch.setattr(streaming.Stream, "_end", lambda self: self._reply.last(bytes(64 << 20)))
+    monkeypatch.setattr(streaming.Stream, "_rest", lambda _: bytes(64 << 20))
     name = "rose_router_unread_answers_total"
     before = metrics.REGISTRY.get_sample_value(name)
     async with stage(limits=ConnectionLimits(write_seconds=0.1)) as s:
