@@ -114,6 +114,7 @@ class Experience:
         self._leader: _Mark | None = None
         self._led_ns = 0
         self._certificate: TtftCertificate | None = None
+        self._slowdown: tuple[StopCost, float] | None = None  # of what was taught by then
 
     @property
     def predictor(self) -> Predictor:
@@ -131,7 +132,11 @@ class Experience:
 
         In tenths: routers are told of every change.
         """
-        return round(self.lessons.stopping.slowdown(self.predictor.profile.shared_prefill), 1)
+        stopping, known = self.lessons.stopping, self._slowdown
+        if known is None or known[0] is not stopping:
+            found = stopping.slowdown(self.predictor.profile.shared_prefill)
+            known = self._slowdown = stopping, round(found, 1)
+        return known[1]
 
     @property
     def followed(self) -> int:

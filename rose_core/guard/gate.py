@@ -131,16 +131,19 @@ def _capped(verdict: GateVerdict, compute: ComputeWindow, now_ns: int) -> GateVe
     if left <= 0:
         share, again = compute.percent / 100, compute.again_ns(now_ns)
         return GateVerdict(False, GateReason.COMPUTE_LIMIT, 0, share, again, verdict.slack)
-    until = now_ns + left
-    return replace(verdict, until_ns=min(verdict.until_ns or until, until))
+    return _until(verdict, now_ns + left)
 
 
 def bounded(verdict: GateVerdict, signal: ServingSignal) -> GateVerdict:
     """The verdict, open no longer than the signal behind it is believed."""
     until = signal.believed_until_ns
-    if not (verdict.open and until):
-        return verdict
-    return replace(verdict, until_ns=min(verdict.until_ns or until, until))
+    return _until(verdict, until) if verdict.open and until else verdict
+
+
+def _until(verdict: GateVerdict, until_ns: int) -> GateVerdict:
+    """The verdict, open no longer than that."""
+    sooner = 0 < verdict.until_ns <= until_ns
+    return verdict if sooner else replace(verdict, until_ns=until_ns)
 
 
 def _barred(facts: ReplicaFacts) -> GateReason | None:

@@ -92,10 +92,12 @@ def measure(
 ) -> Slack:
     """Slack and duty for requests under way; tokens known until ``tokens_until_ns`` (0: now)."""
     known_ns = tokens_until_ns if now_ns - tokens_until_ns < period_s * 1e9 else now_ns
-    waiting = sorted((r for r in requests if not r.first_ns), key=lambda r: r.arrived_ns)
     streaming = [r for r in requests if r.first_ns]
+    waiting = []
+    if len(streaming) < len(requests):
+        waiting = sorted((r for r in requests if not r.first_ns), key=lambda r: r.arrived_ns)
     sizes = {r.size for r in requests}
-    one_more = max((predictor.prefill_s(size, shared=False) for size in sizes), default=0.0)
+    one_more = max([predictor.prefill_s(size, shared=False) for size in sizes], default=0.0)
     account = _Account.of(len(streaming), objective, predictor)
     decode, saved = account.least_s(streaming, known_ns, one_more)
     if objective.max_increase:

@@ -180,6 +180,32 @@ def decide(state: SlotMachine, seen: SlotSeen, limits: LadderLimits, now_ns: int
     return _with_engine(state, now)
 
 
+def is_settled(state: SlotMachine, seen: SlotSeen) -> bool:
+    """Whether nothing is left to be ordered: at an unchanged gate only the permit is written.
+
+    As long as the same is seen and the host's heartbeat is fresh, ``decide`` finds this state again
+    at any later moment, and orders what it has ordered before: to extend the permit, or to close
+    it. So whoever has written the permit need not ask.
+
+    Args:
+        state: after a step.
+        seen: what that step was decided on.
+    """
+    engine, verdict = seen.engine, seen.verdict
+    if engine is None or not (seen.granted and seen.weights_sent):
+        return False
+    deadlines = state.self_frozen or state.unready_ns or state.stale_ns or state.weights_sent_ns
+    if state.phase is not SlotPhase.PRESENT or deadlines or engine.generation < seen.generation:
+        return False
+    if verdict.open:
+        runs = engine.state is EngineState.SERVING and not (engine.held or engine.asked)
+        return runs and state.rung is Rung.NONE
+    if verdict.reason in PACED:
+        return True
+    lasts = verdict.reason is not GateReason.MEMORY_PRESSURE and verdict.reason not in VACATING
+    return lasts and engine.held and state.rung is Rung.STOP
+
+
 def _note_times(state: SlotMachine, now: _Now) -> SlotMachine:
     unready = (state.unready_ns or now.ns) if now.reason is GateReason.SERVING_NOT_READY else 0
     stale = (state.stale_ns or now.ns) if now.stale else 0

@@ -34,7 +34,7 @@ _BEATS = 27
 _OfLive = Dismissed | Sized | FirstToken | Ended
 
 
-@dataclass
+@dataclass(slots=True)
 class LiveRequest:
     """One request under way; ``size`` is the body's bytes, -1 unknown; 0 ns = not yet.
 

@@ -72,6 +72,7 @@ from rose_core.telemetry.events import (
     Ended,
     Health,
     Progress,
+    Sized,
     TapEvent,
 )
 from rose_core.wire.host import EngineState
@@ -225,10 +226,12 @@ class ReplicaTimers:
 
     def set(self, uid: PodUid, at_ns: int, now_ns: int) -> None:
         """Step the replica at ``at_ns``, instead of any earlier plan; in the past = never."""
+        if self._at_ns.get(uid) == at_ns > now_ns:
+            return  # a timer costs as much as the judgement before it
         self.cancel(uid)
         if at_ns > now_ns:
             loop = asyncio.get_running_loop()
-            self._timers[uid] = loop.call_later((at_ns - now_ns) / 1e9, self._step, uid)
+            self._timers[uid] = loop.call_later((at_ns - now_ns) / 1e9, self._fire, uid)
             self._at_ns[uid] = at_ns
 
     def cancel(self, uid: PodUid) -> None:
@@ -237,6 +240,10 @@ class ReplicaTimers:
         timer = self._timers.pop(uid, None)
         if timer is not None:
             timer.cancel()
+
+    def _fire(self, uid: PodUid) -> None:
+        del self._timers[uid], self._at_ns[uid]
+        self._step(uid)
 
     def is_set(self, uid: PodUid) -> bool:
         """Whether a timer runs for this replica."""
@@ -325,8 +332,11 @@ class Guard:
         arrivals: dict[PodUid, int] = {}
         for event in arrived:
             arrivals.setdefault(event.replica, event.time_ns)
+        # Tokens and ends wait for a look that is due in a moment; who needs compute does not.
+        pressing = arrivals.keys() | {event.replica for event in others if isinstance(event, Sized)}
         for uid in sorted(touched, key=lambda name: name not in arrivals):
-            self._step_replica(uid, now_ns, arrivals.get(uid, 0))
+            if uid in pressing or not self._timers.fires_soon(uid, now_ns):
+                self._step_replica(uid, now_ns, arrivals.get(uid, 0))
         for event in arrived:
             self.recorder.note(event.time_ns, event.replica, "arrived", request=event.request)
         healths = (event for event in others if isinstance(event, Health))
@@ -460,8 +470,11 @@ class Guard:
         verdict = self._verdicts.get(uid)
         if verdict is None or verdict.open or verdict.again_ns:
             return False
-        beside = (s for s in self.slots.values() if s.grant and s.grant.pod_uid == uid)
-        return all(slot.is_at_rest for slot in beside)
+        return all(slot.is_at_rest for slot in self._beside(uid))
+
+    def _beside(self, uid: PodUid) -> list[GuardedSlot]:
+        """The slots that are granted on this replica's GPUs."""
+        return [one for one in self.slots.values() if one.grant and one.grant.pod_uid == uid]
 
     def _judge(self, uid: PodUid, now_ns: int) -> tuple[ReplicaFacts, GateVerdict]:
         replica = self.replicas[uid]
@@ -481,9 +494,8 @@ class Guard:
                 self._timers.cancel(uid)
 
     def _step_replica(self, uid: PodUid, now_ns: int, arrival_ns: int) -> None:
-        replica = self.replicas[uid]
+        replica, slots = self.replicas[uid], self._beside(uid)
         facts, verdict = self._judge(uid, now_ns)
-        slots = [one for one in self.slots.values() if one.grant and one.grant.pod_uid == uid]
         # 1. Whether a rollout computes, before its slot is stepped: followers are told of that.
         leads = self.leading.leads(uid)
         computing = leads and any(s.serves(uid) and s.is_computing(now_ns) for s in slots)
@@ -530,12 +542,11 @@ class Guard:
         # Ranks would have to agree on a chunk before each iteration, and so would engines on
         # several nodes: theirs stay whole.
         uid = replica.pod.uid
-        grants = (slot.grant for slot in self.slots.values() if slot.grant is not None)
-        ranks = (grant.engine.ranks for grant in grants if grant.pod_uid == uid)
+        ranks = [slot.grant.engine.ranks for slot in self._beside(uid) if slot.grant]
         return replica.facts(
             now_ns,
             stop_pressed=self._stop_pressed,
-            whole_chunks=self.leading.leads(uid) or any(count > 1 for count in ranks),
+            whole_chunks=self.leading.leads(uid) or max(ranks, default=1) > 1,
             followed=self._is_followed(uid),
             following=self.groups.following(replica, now_ns),
         )

@@ -83,6 +83,7 @@ class Outcomes:
         self.meter = Meter()
         self.counters = Counters()
         self._name, self._recorder, self._on_breach = name, recorder, on_breach
+        self._objective: tuple[PoolPolicy, float, LatencyObjective] | None = None
 
     @property
     def predictor(self) -> Predictor:
@@ -236,10 +237,15 @@ class Outcomes:
 
     def objective(self, policy: PoolPolicy) -> LatencyObjective:
         """The pool's limits with the margin learned here."""
-        return LatencyObjective(
-            policy.ttft_milliseconds / 1000,
-            policy.tpot_milliseconds / 1000,
-            policy.max_increase_percent / 100,
-            self.margin.value,
-            policy.ttft_alone_milliseconds / 1000,
-        )
+        margin, known = self.margin.value, self._objective
+        if known is None or policy is not known[0] or margin != known[1]:
+            objective = LatencyObjective(
+                policy.ttft_milliseconds / 1000,
+                policy.tpot_milliseconds / 1000,
+                policy.max_increase_percent / 100,
+                margin,
+                policy.ttft_alone_milliseconds / 1000,
+            )
+            # Asked for several times in each step, and the margin moves with finished requests.
+            known = self._objective = policy, margin, objective
+        return known[2]

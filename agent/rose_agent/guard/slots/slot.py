@@ -30,7 +30,7 @@ from rose_core.guard import lanes
 from rose_core.guard.gate import GateVerdict
 from rose_core.guard.ladder import LadderLimits, Rung, SlotAction, SlotOrder
 from rose_core.guard.reasons import PACED, GateReason
-from rose_core.guard.slot import EngineSeen, SlotMachine, SlotPhase, SlotSeen, decide
+from rose_core.guard.slot import EngineSeen, SlotMachine, SlotPhase, SlotSeen, decide, is_settled
 from rose_core.identity import PodUid, SlotKey, SlotUid
 from rose_core.rollouts.engines.kv_store import pool_secret
 from rose_core.wire.host import Accepted, EngineState, EngineStatus, EnsureEngine, Holder
@@ -350,6 +350,7 @@ class GuardedSlot:
         self._history = History(recorder, lambda: self.name)
         self._stops: list[tuple[int, int, bool | None]] = []
         self._chunk_divisor = 1
+        self._stood_on: tuple[object, ...] = ()  # empty: the last step left something to be ordered
         self._on_change = on_change
         self._limits = LadderLimits()
         self._lane = lanes.LaneChoice()
@@ -425,6 +426,9 @@ class GuardedSlot:
         if self._permit.remap(now_ns):
             # A new permit means a new host process: what the old one confirmed is void.
             self._hold.forget()
+        if self._stands(verdict, now_ns, granted):
+            self.verdict = verdict
+            return
         self.message = self._permit.complaint or self.message
         until_ns = self._permit.mapped.until_ns if self._permit.mapped is not None else 0
         granted_now = self.grant is not None
@@ -447,6 +451,32 @@ class GuardedSlot:
         if self.machine.rung is not before.rung:
             self._note_rung(now_ns)
         self._update_router()
+        settled = is_settled(self.machine, seen) and not self._has_two_engines
+        self._stood_on = self._basis(granted) if settled else ()
+
+    def _stands(self, verdict: GateVerdict, now_ns: int, granted: bool | None) -> bool:
+        """Whether a step would only write the permit that stands there: most steps would."""
+        before, permit = self.verdict, self._permit.mapped
+        if not self._stood_on or permit is None:
+            return False
+        same = (
+            permit.until_ns == (verdict.until_ns if verdict.open else 0)
+            and verdict.reason is before.reason
+            and verdict.open is before.open
+            and (not verdict.open or verdict.chunk_divisor == self._chunk_divisor)
+        )
+        if not same or self._stood_on != self._basis(granted) or not self._host.is_alive(now_ns):
+            return False
+        age_ns = permit.host_age_ns(now_ns)
+        return age_ns is not None and age_ns <= self._limits.host_stale_ns
+
+    def _basis(self, granted: bool | None) -> tuple[object, ...]:
+        """What a step goes by besides gate, permit and time."""
+        return (
+            *(granted, self.grant, self.status, self._host.asked_ns),
+            *(self._hold.confirmed, self._hold.is_pending),
+            *(self.budget, self.device_class, self.slowdown),
+        )
 
     def _see(self, verdict: GateVerdict, now_ns: int, granted: bool | None) -> SlotSeen:
         status, permit = self.status, self._permit.mapped
