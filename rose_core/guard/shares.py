@@ -11,8 +11,14 @@ share that keeps the average inside a budget (``lendable``). Next step: ``slack`
 
 from __future__ import annotations
 
+from collections import deque
+
 LEAST_SHARE = 0.1
 """With a smaller share than this, a slow request is not put down to rollouts."""
+
+
+_REMEMBERED = 32
+"""Notes: what waits for a heartbeat was a moment ago, which is a dozen of a guard's steps."""
 
 
 class OpenTime:
@@ -21,10 +27,13 @@ class OpenTime:
     def __init__(self, now_ns: int) -> None:
         self._until_ns = self._noted_ns = now_ns
         self._total_ns = 0
+        self._before: deque[tuple[int, int, int]] = deque(maxlen=_REMEMBERED)
 
     def note(self, until_ns: int, now_ns: int) -> None:
         """The gate is open from now until then; 0 = closed."""
-        self._total_ns = self.at(now_ns)
+        total_ns = self.at(now_ns)
+        self._before.append((self._noted_ns, self._total_ns, self._until_ns))
+        self._total_ns = total_ns
         self._noted_ns, self._until_ns = now_ns, until_ns
 
     def is_open(self, now_ns: int) -> bool:
@@ -32,8 +41,13 @@ class OpenTime:
         return now_ns < self._until_ns
 
     def at(self, now_ns: int) -> int:
-        """Nanoseconds with an open gate up to now."""
-        return self._total_ns + max(0, min(now_ns, self._until_ns) - self._noted_ns)
+        """Nanoseconds with an open gate up to then: now, or a moment ago."""
+        if now_ns >= self._noted_ns:
+            return self._total_ns + max(0, min(now_ns, self._until_ns) - self._noted_ns)
+        for noted_ns, total_ns, until_ns in reversed(self._before):
+            if now_ns >= noted_ns:
+                return total_ns + max(0, min(now_ns, until_ns) - noted_ns)
+        return self._before[0][1] if self._before else self._total_ns
 
 
 def lendable(alone_s: float, shared_s: float, budget_s: float, saved: float = 0.0) -> float:

@@ -15,6 +15,7 @@ from bench.tap.watcher import connected
 from rose_agent.errors import NoKernelCounts
 from rose_agent.tap import frames, kernel_counts, kernel_program, opener
 from rose_agent.tap.frames import Watch
+from rose_agent.tap.sockets import PER_INTERFACE
 from rose_core.identity import PodUid
 from tests.tap import kernel
 from tests.tap.net import PORT, refusal
@@ -28,7 +29,7 @@ WATCH = Watch(PodUid("pod"), 0, PORT, interfaces=("lo",))
 def test_where_the_kernel_counts_the_map_comes_with_the_sockets() -> None:
     reply, handles = opener.answer(WATCH, count=True)
     assert (reply.error, reply.uncounted) == ("", "")
-    assert len(handles.descriptors()) == 4
+    assert len(handles.descriptors()) == PER_INTERFACE + 1
     with closing(kernel_counts.streams(os.dup(handles.descriptors()[-1]))) as streams:
         assert not list(streams.all())
     handles.close()
@@ -47,7 +48,7 @@ def test_without_a_program_the_sockets_are_opened_all_the_same(
 ) -> None:
     monkeypatch.setattr(kernel_program, "FOLDER", tmp_path)
     reply, handles = opener.answer(WATCH, count=True)
-    assert (reply.error, len(handles.descriptors())) == ("", 3)
+    assert (reply.error, len(handles.descriptors())) == ("", PER_INTERFACE)
     assert reply.uncounted
     handles.close()
 
@@ -58,14 +59,17 @@ def test_a_program_of_another_version_is_refused_and_the_reason_says_what_to_do(
 ) -> None:
     monkeypatch.setattr(kernel_program, "RECORD", struct.Struct("=QQ"))
     reply, handles = opener.answer(WATCH, count=True)
-    assert (reply.error, len(handles.descriptors())) == ("", 3)
+    assert (reply.error, len(handles.descriptors())) == ("", PER_INTERFACE)
     assert "another version: `make tap`" in reply.uncounted
     handles.close()
 
 
 def test_packets_are_read_where_somebody_asked_for_it() -> None:
     reply, handles = opener.answer(WATCH, count=False)
-    assert (reply.uncounted, len(handles.descriptors())) == ("--tokens=packets", 3)
+    assert (reply.uncounted, len(handles.descriptors())) == (
+        "--tokens=packets",
+        PER_INTERFACE,
+    )
     handles.close()
 
 

@@ -174,6 +174,55 @@ async def test_beside_others_a_first_token_wakes_only_who_paces_by_tokens(
         second.close()
 
 
+async def test_where_no_gate_is_shut_for_one_a_first_token_waits_though_watched_closely(
+    inside: Namespace,
+) -> None:
+    async with listening(inside, closely=True) as (wire, reported):
+        replica = wire.tap.replica
+        replica.watch = msgspec.structs.replace(replica.watch, firsts=False)
+        replica.beat()
+        wire.send(post())
+        arrived = await first_event(reported, Arrived)
+        wire.answer(HEAD)
+        await asyncio.sleep(_ROUND_SECONDS)
+        wire.answer(event(0))
+        await asyncio.sleep(_ROUND_SECONDS)
+        assert not any(isinstance(one, FirstToken) for one in reported)
+        first = next(one for one in replica.beat() if isinstance(one, FirstToken))
+        assert isinstance(arrived, Arrived)
+        assert first.time_ns > arrived.time_ns, "stamped by the kernel as it passed"
+
+
+async def test_beside_several_streams_that_are_watched_closely_only_requests_wake_the_tap(
+    inside: Namespace,
+) -> None:
+    async with listening(inside, closely=True) as (first, reported):
+        replica = first.tap.replica
+        replica.watch = msgspec.structs.replace(replica.watch, firsts=False)
+        others = [Wire(inside, first.tap) for _ in range(following._CROWD)]
+        for number, wire in enumerate([first, *others]):
+            wire.send(post())
+            wire.answer(HEAD, event(0))
+            await first_event(reported, Arrived, times=number + 1)
+        replica.beat()
+        read = replica.tracker.packets
+        first.answer(END)
+        others[0].answer(event(1), END)
+        await asyncio.sleep(_ROUND_SECONDS)
+        assert replica.tracker.packets == read, "their ends wake nobody"
+        first.send(post())
+        await first_event(reported, Arrived, times=len(others) + 2)
+        assert sum(isinstance(one, Ended) for one in reported) == 2, "told with the next arrival"
+        for wire in others[1:]:
+            wire.answer(END)
+        replica.beat()
+        first.answer(HEAD, event(0), END)
+        await first_event(reported, Ended, times=3)
+        assert replica.tracker.in_flight == 0, "the end of the last one is told at once again"
+        for wire in others:
+            wire.close()
+
+
 async def test_counts_are_taken_at_each_heartbeat_only_where_somebody_paces_by_tokens(
     inside: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -480,6 +480,8 @@ class Guard:
         replica = self.replicas[uid]
         facts = self._facts_of(replica, now_ns)
         verdict = self._verdicts[uid] = judge(facts, self.settings.gate, now_ns)
+        if verdict.reason is GateReason.NO_PREFILL_SLACK:
+            replica.prefill_shut_ns = now_ns
         replica.note_known(known=facts.signal.doubt is None or facts.following is not None)
         return facts, verdict
 

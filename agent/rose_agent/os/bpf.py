@@ -10,6 +10,7 @@ nothing follows at once. They differ in the server's other segments with payload
 | 1 | all of them | the *whole* |
 | N | one of N, at random | the *sample* |
 | 0 | none | the *bell*, which says when the others are worth reading |
+| 0, requests alone | nor heads, ends, RST | the *request bell*: an end beside others can wait |
 
 The tap reads the sample only while every request under way streams its tokens, so neither a first
 token nor an end depends on the dice. Sockets are SOCK_DGRAM: offset 0 is the IP header. Fragments
@@ -136,15 +137,10 @@ def _sample_tokens(rate: int) -> list[Line]:
     ]
 
 
-def program(port: int, *, rate: int) -> bytes:
-    """The filter for ``port``: one of ``rate`` of the server's tokens, 0 = none of them."""
-    lines: list[Line] = [
-        *_headers(),
-        (_LD_IH, 2),
-        Jump(_JEQ, port, "client", ""),
+def _from_server(port: int, rate: int) -> list[Line]:
+    return [
         (_LD_IH, 0),
         Jump(_JEQ, port, "", "drop"),
-        # --- from the server
         (_LD_IB, 13),
         Jump(_JSET, _FLAGS if rate else _END, "pass", ""),
         *_payload_offset(),
@@ -155,6 +151,22 @@ def program(port: int, *, rate: int) -> bytes:
         "client",
         (_LD_IB, 13),
         Jump(_JSET, _FLAGS if rate else _RESET, "pass", ""),
+    ]
+
+
+def program(port: int, *, rate: int, requests_alone: bool = False) -> bytes:
+    """The filter for a port.
+
+    Args:
+        port: of serving.
+        rate: one of so many of the server's tokens passes; 0 = none of them.
+        requests_alone: nothing passes but what clients send.
+    """
+    lines: list[Line] = [
+        *_headers(),
+        (_LD_IH, 2),
+        Jump(_JEQ, port, "" if requests_alone else "client", "drop" if requests_alone else ""),
+        *([] if requests_alone else _from_server(port, rate)),
         *_payload_offset(),
         (_TAX, 0),
         (_LD_LEN, 0),

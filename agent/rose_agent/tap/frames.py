@@ -31,9 +31,10 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
         port: serving port.
         netns: namespace file of the runtime, used instead of ``pid`` when given.
         interfaces: names; empty = every interface that is there.
-        closely: a guard paces by tokens. First tokens are sent as they happen, later ones with
-            the next other event or with a heartbeat, twice in each period of the duty. Otherwise
-            first tokens wait like later ones, and heartbeats are rarer.
+        closely: a guard paces by tokens. They are sent with the next other event or with a
+            heartbeat, twice in each period of the duty. Otherwise heartbeats are rarer.
+        firsts: of a replica that is watched closely, first tokens are sent as they happen: a gate
+            may be shut for one. Otherwise they wait like later ones.
         at_once: something may have to be stopped for a request, so its arrival is told as it
             happens, and the last end. Otherwise all that happens waits for the heartbeat, which
             says so.
@@ -45,12 +46,13 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     netns: str = ""
     interfaces: tuple[str, ...] = ()
     closely: bool = True
+    firsts: bool = True
     at_once: bool = True
 
     def same_sockets(self, other: Watch) -> bool:
         """The other one can be served by the same sockets; it may want to watch more closely."""
-        alike = msgspec.structs.replace(other, closely=self.closely, at_once=self.at_once)
-        return alike == self
+        own = {"closely": self.closely, "firsts": self.firsts, "at_once": self.at_once}
+        return msgspec.structs.replace(other, **own) == self
 
 
 class Unwatch(msgspec.Struct, frozen=True, tag="unwatch"):

@@ -27,7 +27,7 @@ _CAPABILITIES = frozenset({kernel.NET_RAW, kernel.SYS_ADMIN, kernel.SYS_PTRACE})
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """Answer to a ``Watch``: three sockets per interface in the order of the names, or an error.
+    """Answer to a ``Watch``: the sockets of each interface in the order of the names, or an error.
 
     Attributes:
         addresses: of the namespace, hex digits.

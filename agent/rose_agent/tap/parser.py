@@ -39,7 +39,7 @@ from rose_agent.tap import frames, kernel_counts, metrics
 from rose_agent.tap.frames import Unwatch, Watch
 from rose_agent.tap.opener import Opened
 from rose_agent.tap.replica import TappedReplica
-from rose_agent.tap.sockets import Taps
+from rose_agent.tap.sockets import MOST_SOCKETS, PER_INTERFACE, Taps
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import PERIOD_NS, Health, TapEvent
 from rose_wire import plainpages
@@ -49,7 +49,6 @@ _CALM_SECONDS = 0.12
 _STEP_NS = PERIOD_NS // 2
 _LEAD_NS = 3_000_000  # what the tap and the guard need before a period begins
 _REOPEN_BEATS = 20  # a second
-_MOST_SOCKETS = 64
 _MOST_WAITING = 4 * 1024 * 1024  # bytes; a guard that reads nothing is disconnected
 
 
@@ -167,15 +166,16 @@ class Parser:
         self._failed[watch.replica] = (watch, reason, _REOPEN_BEATS)
 
     def _opened(self, gone: asyncio.Future[None]) -> None:
-        data, descriptors, _, _ = socket.recv_fds(self._channel, 65536, _MOST_SOCKETS)
+        data, descriptors, _, _ = socket.recv_fds(self._channel, 65536, MOST_SOCKETS + 1)
         if not data:
             if not gone.done():
                 gone.set_result(None)
             return
         reply = msgspec.msgpack.decode(data, type=Opened)
-        number = 3 * len(reply.interfaces)
+        number = PER_INTERFACE * len(reply.interfaces)
         opened = [socket.socket(fileno=descriptor) for descriptor in descriptors[:number]]
-        taps = [Taps(name, *opened[3 * n : 3 * n + 3]) for n, name in enumerate(reply.interfaces)]
+        own = (opened[n : n + PER_INTERFACE] for n in range(0, number, PER_INTERFACE))
+        taps = [Taps(name, *four) for name, four in zip(reply.interfaces, own, strict=True)]
         streams = [kernel_counts.streams(descriptor) for descriptor in descriptors[number:]]
         watch = self._pending.pop(reply.replica, None)
         if watch is None or reply.error:

@@ -20,13 +20,14 @@ The eighth holds where the kernel counts nothing. Segments of streams that it fo
 | requests under way | when it is read |
 |---|---|
 | any, where nobody wants to hear at once | at the heartbeat |
+| a first token is awaited, and wanted at once | at each segment, then not for 20 ms but by a bell |
+| watched closely, four and more | when the bell for requests rings, at the heartbeat |
 | an end may come unmarked: a body of known length, HTTP/2 | at each segment |
-| watched closely, a first token is awaited | at each segment, then not for 20 ms but by the bell |
 | any other, or none | when the bell rings (requests, heads, ends), at the heartbeat |
 
 What a segment tells goes out when it is read, but for what changes little at once, and only keeps a
 gate closed for longer: tokens after the first, and beside other requests the end of one, and its
-first token where nobody watches closely. Those wait for the next other event or heartbeat. The
+first token where no gate is shut for one. Those wait for the next other event or heartbeat. The
 guard decides on them when a period begins, and heartbeats come just before that and in its middle.
 What the kernel counts is told at each heartbeat of a replica that is watched closely, and twice a
 second elsewhere, where it only shows that streams are alive. Next step:
@@ -56,6 +57,7 @@ _MOST_BEHIND = 64  # batches that a heartbeat reads to be up to date
 _COUNT_NS = 450_000_000  # between two tellings of counts where nobody paces by tokens
 _TAKE_NS = 2_000_000_000  # a stream that is counted may look silent here for so long
 _REST_SECONDS = 0.02  # how late a first token may be sent where tokens of others pass all the time
+_CROWD = 4  # requests that hardly ever all end between two heartbeats: none of their ends is urgent
 _MUCH = 32  # segments at once from which the sockets' buffers should be emptied more often
 # A connection that shows nothing for this long is given up. Long, because a request that waits in
 # a full queue shows nothing either, and forgetting it would open the gate.
@@ -68,6 +70,7 @@ class _WakeOn(Enum):
     NOTHING = auto()
     """Nobody wants to hear at once: the heartbeat reads."""
     BELL = auto()
+    REQUESTS = auto()
     SEGMENTS = auto()
 
 
@@ -153,30 +156,42 @@ class TappedReplica:
         if self._loop is None:
             return
         for taps in self._taps:
-            tap = self._choose(taps)
-            if self._wake_on is _WakeOn.BELL:
-                self._loop.add_reader(taps.bell, self._on_bell, taps)
-            elif self._wake_on is _WakeOn.SEGMENTS:
-                self._loop.add_reader(tap, self._on_readable, tap)
+            heard = self._heard(taps)
+            if heard is None:
+                return
+            if self._wake_on is _WakeOn.SEGMENTS:
+                self._loop.add_reader(heard, self._on_readable, heard)
+            else:
+                self._loop.add_reader(heard, self._on_bell, heard, taps)
 
     def _stop_listening(self) -> None:
         if self._loop is None:
             return
         for taps in self._taps:
-            if self._wake_on is not _WakeOn.NOTHING:
-                by_bell = self._wake_on is _WakeOn.BELL
-                self._loop.remove_reader(taps.bell if by_bell else self._choose(taps))
+            if (heard := self._heard(taps)) is not None:
+                self._loop.remove_reader(heard)
+
+    def _heard(self, taps: Taps) -> socket.socket | None:
+        """What wakes the tap, of the sockets of one interface."""
+        match self._wake_on:
+            case _WakeOn.BELL:
+                return taps.bell
+            case _WakeOn.REQUESTS:
+                return taps.request_bell
+            case _WakeOn.SEGMENTS:
+                return self._choose(taps)
+        return None
 
     def _choose(self, taps: Taps) -> socket.socket:
         return taps.sampled if self._sampled else taps.unsampled
 
     # --- packets
 
-    def _on_bell(self, taps: Taps) -> None:
+    def _on_bell(self, bell: socket.socket, taps: Taps) -> None:
         """Something urgent has passed: silence the bell, then read everything."""
         events: list[TapEvent] = []
         try:
-            sockets.discard(taps.bell)
+            sockets.discard(bell)
         except OSError as error:
             self.problem = f"packet socket failed: {error}"
         self._empty(self._choose(taps), events)
@@ -210,8 +225,7 @@ class TappedReplica:
     def _urgent(self, events: list[TapEvent]) -> bool:
         waits: tuple[type[TapEvent], ...] = (Progress,)
         if self.tracker.in_flight:
-            # Only who paces goes by first tokens.
-            waits = (Progress, Ended) if self.watch.closely else (Progress, Ended, FirstToken)
+            waits = (Progress, Ended) if self._wants_firsts else (Progress, Ended, FirstToken)
         return any(type(event) not in waits for event in events)
 
     def _waiting(self) -> list[TapEvent]:
@@ -366,7 +380,17 @@ class TappedReplica:
     def _choose_wake(self) -> _WakeOn:
         if not self.watch.at_once:
             return _WakeOn.NOTHING
-        return _WakeOn.SEGMENTS if self._needs_waking() else _WakeOn.BELL
+        tracker = self.tracker
+        if self._wants_firsts and self._rest_timer is None and tracker.needs_every_segment:
+            return _WakeOn.SEGMENTS
+        if self.watch.closely and tracker.in_flight >= _CROWD:
+            return _WakeOn.REQUESTS
+        return _WakeOn.SEGMENTS if tracker.ends_unmarked else _WakeOn.BELL
+
+    @property
+    def _wants_firsts(self) -> bool:
+        """First tokens are told as they happen: who paces may wait for one."""
+        return self.watch.closely and self.watch.firsts
 
     def _wants_sample(self) -> bool:
         # Sampled counts are a share of the real rate; the border is crossed downwards when the
@@ -376,12 +400,6 @@ class TappedReplica:
         border = self._sample_from if patient else self._sample_from / SAMPLE_RATE
         busy = self._sampled or (border > 0 and self._rate >= border)
         return busy and self.tracker.in_flight > 0 and not self.tracker.needs_every_segment
-
-    def _needs_waking(self) -> bool:
-        """Whether to look at each segment as it comes, because it may be one to tell at once."""
-        tracker = self.tracker
-        first_soon = self.watch.closely and self._rest_timer is None
-        return tracker.ends_unmarked or (first_soon and tracker.needs_every_segment)
 
     def _switch(self, events: list[TapEvent]) -> None:
         """Change to the other sockets without losing or repeating a segment."""

@@ -5,10 +5,11 @@ only with ETH_P_ALL. Traffic from inside the pod (to 127.0.0.1 and to the pod's 
 ``lo``, where every packet would show twice, so outgoing ones are ignored there. A socket stays in
 the namespace it was opened in; the thread goes back at once.
 
-Three sockets per interface, because their filters are locked (``bpf``): one passes every segment,
+Four sockets per interface, because their filters are locked (``bpf``): one passes every segment,
 but those whose tokens the kernel counts (``kernel_program``); one a sample of the server's; one of
-these two is read, the other is *mute*. The third, the bell, passes what is urgent and is read by
-nobody: it only says that the one that is read should be.
+these two is read, the other is *mute*. The other two are bells. They pass what is urgent and are
+read by nobody: they only say that the one that is read should be. One rings for requests, heads and
+ends, the other for requests alone.
 Where a namespace has many interfaces (a node's own, for pods on the host's network) one set hears
 all of them, also those that come later. Next step: ``opener`` calls this, ``replica`` reads.
 """
@@ -36,6 +37,9 @@ ANY = ""
 _BUFFER_BYTES = 8 * 1024 * 1024  # the kernel cuts it down to net.core.rmem_max
 _MUTE_BYTES = 1  # the least there is: one segment waits, the kernel passes over all others
 _MANY_INTERFACES = 16
+PER_INTERFACE = 4  # sockets
+_WHOLE = 2  # which of them
+MOST_SOCKETS = PER_INTERFACE * _MANY_INTERFACES  # of one namespace
 _STAMP = struct.Struct("qq")
 _BRACKETS, _TIGHT_NS = 5, 5_000
 
@@ -46,13 +50,14 @@ class Taps:
 
     interface: str
     bell: socket.socket
+    request_bell: socket.socket
     unsampled: socket.socket
     sampled: socket.socket
 
     @property
     def all(self) -> tuple[socket.socket, ...]:
         """In the order of the fields."""
-        return self.bell, self.unsampled, self.sampled
+        return self.bell, self.request_bell, self.unsampled, self.sampled
 
     def close(self) -> None:
         """Close them."""
@@ -132,14 +137,21 @@ def open_taps(interface: str, port: int, counting: Program | None = None) -> Tap
         NoKernelCounts: the kernel does not take that filter.
     """
     with contextlib.ExitStack() as opened:
-        made = []
-        for rate, muted in ((0, True), (1, False), (SAMPLE_RATE, True)):
-            attach: Callable[[socket.socket], None]
-            if rate == 1 and counting is not None:
-                attach = counting.attach
-            else:
-                attach = functools.partial(bpf.attach, code=bpf.program(port, rate=rate))
-            made.append(opened.enter_context(_open(interface, attach, muted=muted)))
+        filters: list[Callable[[socket.socket], None]] = [
+            functools.partial(bpf.attach, code=code)
+            for code in (
+                bpf.program(port, rate=0),
+                bpf.program(port, rate=0, requests_alone=True),
+                bpf.program(port, rate=1),
+                bpf.program(port, rate=SAMPLE_RATE),
+            )
+        ]
+        if counting is not None:
+            filters[_WHOLE] = counting.attach
+        made = [
+            opened.enter_context(_open(interface, attach, muted=place != _WHOLE))
+            for place, attach in enumerate(filters)
+        ]
         opened.pop_all()
         return Taps(interface, *made)
 

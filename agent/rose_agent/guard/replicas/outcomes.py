@@ -105,7 +105,8 @@ class Outcomes:
         if isinstance(event, Arrived):
             self.experience.begin(event.request, now_ns)
         elif isinstance(event, FirstToken):
-            self.experience.note_first_token(event.request, now_ns)
+            # It may have waited for the tap's heartbeat.
+            self.experience.note_first_token(event.request, min(event.time_ns, now_ns))
         elif isinstance(event, Dismissed):
             self.experience.dismiss(event.request)
         elif isinstance(event, Sized):

@@ -34,6 +34,7 @@ from rose_core.wire.sync import PoolPolicy, SignalSource
 
 _LASTING_NS = 5_000_000_000
 _IDLY_SECONDS = 1.0  # between two readings of figures by which nobody goes
+_FIRSTS_NS = 5_000_000_000  # of a habit: as long as that of being never idle
 _SILENT_NS = 1_000_000_000  # several heartbeats
 # Usable idle shares between which tokens become interesting, well before a replica is never idle.
 _HARDLY_IDLE, _IDLE_ENOUGH = 0.2, 0.4
@@ -51,7 +52,9 @@ class GuardedReplica:
         gaps: idle time that could be used lately.
         view: its GPUs, as last looked at; at ``looked_ns``, 0 = never.
         shown: whether the metrics say that the state is known.
-        closely: lending may be paced by tokens, so the tap reports them sooner.
+        closely: lending may be paced by tokens, so the tap reports them sooner; since
+            ``closely_ns``, 0 = it does not.
+        prefill_shut_ns: when the gate was last found shut for a request without a first token.
         at_once: the tap was asked to tell arrivals as they happen; asked last at ``asked_ns``.
         compute: what rollouts have had of its GPUs lately, against the owner's limit.
     """
@@ -78,6 +81,8 @@ class GuardedReplica:
     looked_ns: int = 0
     shown: bool | None = None
     closely: bool = False
+    closely_ns: int = 0
+    prefill_shut_ns: int = 0
     at_once: bool = False
     asked_ns: int = 0
     compute: ComputeWindow = field(default_factory=ComputeWindow)
@@ -129,12 +134,16 @@ class GuardedReplica:
         paced = followed and self.granted and given
         border = _IDLE_ENOUGH if self.closely else _HARDLY_IDLE
         self.closely = paced and self.gaps.share(now_ns) < border
+        self.closely_ns = (self.closely_ns or now_ns) if self.closely else 0
+        # A first token opens a gate that is shut for it. Where none is, all are deep in their TTFT.
+        shut_ns = max(self.prefill_shut_ns, self.closely_ns)
         if followed is not self.at_once:
             self.at_once, self.asked_ns = followed, now_ns
         return Watch(
             *(pod.uid, pod.pid, pod.port),
             interfaces=pod.interfaces,
             closely=self.closely,
+            firsts=self.closely and now_ns - shut_ns < _FIRSTS_NS,
             at_once=followed,
         )
 
