@@ -495,6 +495,25 @@ async def test_tokens_are_told_one_by_one_only_before_lending_may_be_paced_by_th
     assert not replica.watch(followed=True).closely
 
 
+async def test_first_tokens_are_told_at_once_only_where_a_gate_was_shut_for_one_lately(
+    guard: tuple[Guard, Permit],
+) -> None:
+    made, _ = guard
+    replica = made.replicas[POD]
+    limited = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, max_increase_percent=5)
+    replica.update(replica.pod, limited)
+    now = time.monotonic_ns()
+    replica.gaps.note(busy=True, now_ns=now - 60 * 10**9)
+    watch = replica.watch(followed=True)
+    assert (watch.closely, watch.firsts) == (True, True), "nobody knows yet"
+    replica.closely_ns -= 6 * 10**9
+    assert not replica.watch(followed=True).firsts
+    replica.take(Arrived(POD, 1, now, "/generate"), now)
+    made._step_replica(POD, now + 10**7, now)
+    assert made._verdicts[POD].reason is GateReason.NO_PREFILL_SLACK, "its first token opens it"
+    assert replica.watch(followed=True).firsts
+
+
 @pytest.mark.parametrize(
     ("event", "again_ns", "looks"),
     [

@@ -7,17 +7,20 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rose_agent.guard.flight.recorder import BlackBox, dumps
 from rose_agent.guard.links.taplink import TapLink
 from rose_agent.guard.loop import Guard
+from rose_agent.guard.slots import slot as slot_module
 from rose_agent.guard.sync.report import slot_report
 from rose_agent.pods.model import ServingPod
 from rose_agent.tap import frames
 from rose_core.devices.memory import MemorySum
 from rose_core.guard.gate import GateLimits
+from rose_core.guard.slot import decide
 from rose_core.identity import PodUid
 from rose_core.telemetry.dialects import Figures
 from rose_core.telemetry.events import (
@@ -191,6 +194,49 @@ async def test_a_never_idle_replica_is_paced_inside_a_period(guard: Parts) -> No
     assert gates[-2:] == [start, lapse]
     assert made.slots[KEY.uid].gate_open, "a pause of the duty cycle is no news for the router"
     assert made._timers.is_set(POD), "the next period needs no tick"
+
+
+async def test_inside_a_whole_period_arrivals_and_heartbeats_leave_the_slot_as_it_is(
+    guard: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, permit = guard
+    goal = PoolPolicy(
+        "chat/pool", "Lend", {"a": "b"}, 1, ttft_milliseconds=60_000, tpot_milliseconds=1000
+    )
+    made.on_reply(SyncReply(1, True, (GRANT,), (goal,)), time.monotonic())
+    replica, slot = made.replicas[POD], made.slots[KEY.uid]
+    period = GateLimits().period_ns
+    now = time.monotonic_ns()
+    start = now - now % period + period
+    for number in range(5):
+        replica.take(Arrived(POD, number, start - 7 * S, "/generate"), start - 7 * S)
+        replica.take(Sized(POD, number, 400, "/generate"), start - 7 * S)
+        replica.take(FirstToken(POD, number, start - 6 * S), start - 6 * S)
+        replica.take(Progress(POD, number, start, 90), start)
+    decided: list[int] = []
+
+    def counting(*arguments: Any) -> Any:  # noqa: ANN401  # as they are
+        decided.append(arguments[-1])
+        return decide(*arguments)
+
+    monkeypatch.setattr(slot_module, "decide", counting)
+    made._step_replica(POD, start, 0)
+    until = permit.until_ns
+    assert (reason(made), until) == ("Slack", start + period + GateLimits().overlap_ns)
+    made._step_replica(POD, start, 0)  # what it saw of the engine has not changed by now
+    decided.clear()
+    for number, late in enumerate(range(MS, period, 9 * MS), 5):
+        arrived = start + late
+        made.on_tap([Arrived(POD, number, arrived, "/generate")], arrived)
+        assert (permit.until_ns, slot.verdict.reason.value) == (until, "Slack")
+    assert not decided, "judged at each arrival, and the permit stands already"
+    made._step_replica(POD, start + period, 0)
+    assert len(decided) == 1, "the next period's permit"
+    assert permit.until_ns == until + period
+    permit.beat_host(start)
+    made._step_replica(POD, start + period + 60 * MS, 0)
+    assert len(decided) == 2, "its host is silent"
+    assert permit.until_ns == 0
 
 
 async def test_a_heartbeat_just_before_a_period_leaves_the_step_to_it(

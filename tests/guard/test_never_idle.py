@@ -116,6 +116,21 @@ def test_open_time_adds_up_and_ends_with_its_permit() -> None:
     assert time.at(650) == 100
 
 
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(-1, 80)), max_size=60), st.data())
+def test_open_time_of_a_moment_ago_is_what_it_was_then(
+    steps: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    time, now, then = OpenTime(0), 0, {0: 0}
+    for wait, ahead in steps:
+        for at in range(now, now + wait + 1):
+            then[at] = time.at(at)
+        now += wait
+        time.note(now + ahead if ahead >= 0 else 0, now)
+    recent = max(0, now - 20)  # within the notes that are kept
+    at = data.draw(st.integers(recent, now))
+    assert time.at(at) == then[at], "a first token is told late and happened when it did"
+
+
 @given(alone=st.floats(0.001, 1.0), slowdown=st.floats(1.05, 9.0), budget=st.floats(1.0, 9.0))
 def test_what_may_be_lent_uses_the_budget_up_and_no_more(
     alone: float, slowdown: float, budget: float

@@ -10,7 +10,7 @@ import pytest
 from rose_core.guard.gate import GateVerdict
 from rose_core.guard.ladder import LadderLimits, Rung, SlotOrder
 from rose_core.guard.reasons import VACATING, GateReason
-from rose_core.guard.slot import STARTABLE, SlotMachine, SlotPhase, SlotSeen, decide
+from rose_core.guard.slot import STARTABLE, SlotMachine, SlotPhase, SlotSeen, decide, is_settled
 from rose_core.wire.host import EngineState
 from tests.guard.worlds import MS, NOW, OPEN, S, engine, seen, shut
 
@@ -372,3 +372,53 @@ def test_a_stop_of_900_seconds_with_brief_thaws_needs_no_kill_and_ends_by_itself
     assert {SlotOrder.FREEZE, SlotOrder.KILL, SlotOrder.STOP, SlotOrder.DORMANT}.isdisjoint(done)
     assert done.count(SlotOrder.HOLD) == done.count(SlotOrder.LET_GO) == 90
     assert (state.rung, state.failures, state.self_frozen) == (Rung.NONE, 0, False)
+
+
+# --- steps that can be left out
+
+
+def worlds() -> list[SlotSeen]:
+    """Every gate beside every engine, seen by a guard whose host lives."""
+    gates = [OPEN, replace(OPEN, until_ns=NOW + S), *map(shut, GateReason)]
+    engines = [
+        replace(engine(state, held=held, frozen=frozen), asked=asked)
+        for state in EngineState
+        for held in (False, True)
+        for frozen in (False, True)
+        for asked in (False, True)
+    ]
+    return [
+        replace(seen(gate, found, granted=granted, generation=generation), weights_sent=sent)
+        for gate in gates
+        for found in engines
+        for granted in (True, None, False)
+        for generation, sent in ((1, True), (2, True), (1, False))
+    ]
+
+
+def test_a_settled_slot_is_found_and_ordered_the_same_at_any_later_moment() -> None:
+    """So a guard that has written its permit need not step it until something else is seen."""
+    states = [
+        *(PRESENT, STOPPED, SlotMachine()),
+        *(replace(state, self_frozen=True) for state in (PRESENT, STOPPED)),
+        replace(STOPPED, rung=Rung.DORMANT),
+        replace(PRESENT, stale_ns=NOW - S, unready_ns=NOW - S, weights_sent_ns=NOW - S),
+        SlotMachine(phase=SlotPhase.RELEASING, since_ns=NOW - S),
+    ]
+    settled = set()
+    for state in states:
+        for world in worlds():
+            after, first = decide(state, world, LIMITS, NOW)
+            if not is_settled(after, world):
+                continue
+            settled.add((world.verdict.open, world.verdict.reason))
+            for later in (MS, 300 * MS, 10 * S, 3600 * S):
+                again, actions = decide(after, world, LIMITS, NOW + later)
+                (order,) = actions
+                assert again == after, "nothing runs out"
+                assert order.order is (SlotOrder.EXTEND if world.verdict.open else SlotOrder.CLOSE)
+                assert not world.verdict.until_ns or order.until_ns <= world.verdict.until_ns
+                assert order in first or order.order is SlotOrder.EXTEND
+    assert (True, GateReason.IDLE) in settled
+    assert {(False, GateReason.SERVING_BUSY), (False, GateReason.SLACK)} < settled
+    assert not settled & {(False, reason) for reason in (*VACATING, GateReason.MEMORY_PRESSURE)}

@@ -237,8 +237,7 @@ class ReplicaTimers:
     def cancel(self, uid: PodUid) -> None:
         """Cancel the replica's timer, if it has one."""
         self._at_ns.pop(uid, None)
-        timer = self._timers.pop(uid, None)
-        if timer is not None:
+        if timer := self._timers.pop(uid, None):
             timer.cancel()
 
     def _fire(self, uid: PodUid) -> None:
@@ -329,10 +328,8 @@ class Guard:
         touched = {event.replica for event in events if self._take(event, now_ns)}
         others = [one for one in events if not isinstance(one, _TOKENS)]  # they are the most
         arrived = [event for event in others if isinstance(event, Arrived)]
-        arrivals: dict[PodUid, int] = {}
-        for event in arrived:
-            arrivals.setdefault(event.replica, event.time_ns)
-        # Tokens and ends wait for a look that is due in a moment; who needs compute does not.
+        arrivals = {event.replica: event.time_ns for event in reversed(arrived)}
+        # Tokens and ends wait for a look within 10 ms; who needs compute does not.
         pressing = arrivals.keys() | {event.replica for event in others if isinstance(event, Sized)}
         for uid in sorted(touched, key=lambda name: name not in arrivals):
             if uid in pressing or not self._timers.fires_soon(uid, now_ns):
@@ -440,13 +437,10 @@ class Guard:
             self._step_alone(slot, now_ns)
 
     def _step_alone(self, slot: GuardedSlot, now_ns: int) -> None:
-        """A slot whose replica is not there."""
-        slot.step(closed(self._absent()), now_ns, granted=self._granted(slot))
-
-    def _absent(self) -> GateReason:
-        """The gate of a replica that is not there: gone, or not looked for yet."""
+        """A slot whose replica is not there: gone, or not looked for yet."""
         synced = self.pods is not None and self.pods.synced and bool(self.policies)
-        return GateReason.SERVING_GONE if synced else GateReason.SIGNAL_MISSING
+        reason = GateReason.SERVING_GONE if synced else GateReason.SIGNAL_MISSING
+        slot.step(closed(reason), now_ns, granted=self._granted(slot))
 
     def _is_followed(self, uid: PodUid) -> bool:
         """Whether somebody goes by this replica's gate: a slot, or guards of other nodes."""
@@ -544,11 +538,11 @@ class Guard:
         # Ranks would have to agree on a chunk before each iteration, and so would engines on
         # several nodes: theirs stay whole.
         uid = replica.pod.uid
-        ranks = [slot.grant.engine.ranks for slot in self._beside(uid) if slot.grant]
+        ranks = any(s.grant.engine.ranks > 1 for s in self._beside(uid) if s.grant)
         return replica.facts(
             now_ns,
             stop_pressed=self._stop_pressed,
-            whole_chunks=self.leading.leads(uid) or max(ranks, default=1) > 1,
+            whole_chunks=ranks or self.leading.leads(uid),
             followed=self._is_followed(uid),
             following=self.groups.following(replica, now_ns),
         )
@@ -579,8 +573,8 @@ class Guard:
         return -(-verdict.again_ns // period) * period
 
     def _step_again(self, uid: PodUid) -> None:
-        if not self._pulse.beat() and uid in self.replicas:
-            self._step_replica(uid, time.monotonic_ns(), 0)
+        if not self._pulse.beat():
+            self._on_update(uid, 0)
 
     def _granted(self, slot: GuardedSlot) -> bool | None:
         now_s = time.monotonic()
@@ -775,11 +769,11 @@ class Guard:
         return self._matched or not self.policies
 
     def on_no_devices(self, text: str) -> None:
-        """NVML does not answer here; the text says why."""
+        """NVML does not answer here, and why."""
         self.device_absence = text
 
     def on_devices(self, text: str) -> None:
-        """NVML answers; the text says what it shows."""
+        """NVML answers, and what it shows."""
         self.device_summary = text
 
     def request(self) -> SyncRequest:
