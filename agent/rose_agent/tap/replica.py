@@ -156,22 +156,22 @@ class TappedReplica:
         if self._loop is None:
             return
         for taps in self._taps:
-            heard = self._heard(taps)
-            if heard is None:
+            waker = self._waker(taps)
+            if waker is None:
                 return
             if self._wake_on is _WakeOn.SEGMENTS:
-                self._loop.add_reader(heard, self._on_readable, heard)
+                self._loop.add_reader(waker, self._on_readable, waker)
             else:
-                self._loop.add_reader(heard, self._on_bell, heard, taps)
+                self._loop.add_reader(waker, self._on_bell, waker, taps)
 
     def _stop_listening(self) -> None:
         if self._loop is None:
             return
         for taps in self._taps:
-            if (heard := self._heard(taps)) is not None:
-                self._loop.remove_reader(heard)
+            if (waker := self._waker(taps)) is not None:
+                self._loop.remove_reader(waker)
 
-    def _heard(self, taps: Taps) -> socket.socket | None:
+    def _waker(self, taps: Taps) -> socket.socket | None:
         """What wakes the tap, of the sockets of one interface."""
         match self._wake_on:
             case _WakeOn.BELL:
