@@ -446,6 +446,60 @@ def test_keys_leave_their_node_where_the_platform_names_a_pool() -> None:
     assert not [rule for rule in policy["ingress"] if peer in rule["from"]]
 
 
+KV_POOL: Object = {**LENDING, "kvPool": {"enabled": True}}
+
+
+def test_one_value_runs_a_pool_of_keys_and_has_all_engine_hosts_use_it() -> None:
+    rendered = render({**KV_POOL, "networkPolicy": {"enabled": True}})
+    host = rendered.container("DaemonSet", "rose-engine-host", "engine-host")
+    assert {
+        *("--kv-pool=rose-kv-pool.rose-system.svc:50051", "--kv-pool-protocol=tcp"),
+        *("--kv-store=/run/rose-keys", "--kv-store-mib=32768"),
+    } <= set(host["args"])
+    service = rendered.one("Service", "rose-kv-pool")["spec"]
+    master = rendered.one("Deployment", "rose-kv-pool")["spec"]
+    assert service["selector"].items() <= master["template"]["metadata"]["labels"].items()
+    assert service["ports"][0]["port"] == 50051
+    client = rendered.container("Deployment", "rose-kv-memory", "kv-memory")
+    words = client["command"]
+    assert words[0] == "mooncake_client"
+    assert words[words.index("-master_server_address") + 1] == "rose-kv-pool.rose-system.svc:50051"
+    assert words[words.index("-global_segment_size") + 1] == "64 GB"
+    assert client["resources"]["limits"]["memory"] == "67584Mi"
+    egress = rendered.one("NetworkPolicy", "rose-engine-host")["spec"]["egress"]
+    for name in ("rose-kv-pool", "rose-kv-memory"):
+        here = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": name}}}
+        assert {"to": [here]} in egress
+
+
+def test_nobody_but_engine_hosts_reaches_the_pool_of_keys_that_the_chart_runs() -> None:
+    rendered = render(KV_POOL)  # also where the other ports stay open
+    callers = {"rose-gpu.dev/engine-host", "app.kubernetes.io/name"}
+    for name in ("rose-kv-pool", "rose-kv-memory"):
+        policy = rendered.one("NetworkPolicy", name)["spec"]
+        pods = rendered.one("Deployment", name)["spec"]["template"]["metadata"]["labels"]
+        assert policy["podSelector"]["matchLabels"].items() <= pods.items()
+        peers = [peer for rule in policy["ingress"] for peer in rule["from"]]
+        assert {key for peer in peers for key in peer["podSelector"]["matchLabels"]} == callers
+        assert not [peer for peer in peers if "namespaceSelector" in peer]
+    assert not [one for one in render(LENDING).objects if "kv-" in one["metadata"]["name"]]
+
+
+def test_a_pool_of_keys_takes_the_programs_and_the_room_that_are_named() -> None:
+    named: Object = {"kvStoreGibibytes": 8, "kvPool": {"python": "/opt/mooncake/bin/python"}}
+    rendered = render({**KV_POOL, "engineHost": named})
+    args = rendered.container("DaemonSet", "rose-engine-host", "engine-host")["args"]
+    assert {"--kv-store-mib=8192", "--kv-pool-python=/opt/mooncake/bin/python"} <= set(args)
+    for name, program in (("kv-pool", "mooncake_master"), ("kv-memory", "mooncake_client")):
+        command = rendered.container("Deployment", f"rose-{name}", name)["command"]
+        assert command[0] == f"/opt/mooncake/bin/{program}"
+    own: Object = {"kvPool": {"master": "mooncake.store:50051"}, "kvStoreGibibytes": 8}
+    with pytest.raises(CommandFailed, match="unset one of them"):
+        render({**KV_POOL, "engineHost": own})
+    with pytest.raises(CommandFailed, match=r"without lending\.enabled"):
+        render({"kvPool": {"enabled": True}})
+
+
 def test_limits_that_are_written_count_and_engines_without_one_leave_their_host_none() -> None:
     own = {"limits": {"memory": "9Gi", "cpu": "2"}}
     written = {**LENDING, "engineHost": {"resources": own, "weightSync": {"resources": own}}}

@@ -45,6 +45,11 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 {{ printf "%srose-relay.%s.svc:7446" (include "rose.scheme" .) .Release.Namespace }}
 {{- end }}
 
+{{/* host:port of the pool of keys that the chart runs. */}}
+{{- define "rose.kvPool" -}}
+{{ printf "rose-kv-pool.%s.svc:50051" .Release.Namespace }}
+{{- end }}
+
 {{- define "rose.tokenSecret" -}}
 {{ .Values.token.existingSecret | default "rose-token" }}
 {{- end }}
