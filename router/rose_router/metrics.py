@@ -149,6 +149,18 @@ HISTORY_FORGOTTEN = Gauge(
     "Sessions of harnesses that were forgotten for room: their next request is rendered anew.",
     registry=REGISTRY,
 )
+HISTORY_ALTERED = Counter(
+    "rose_router_history_altered",
+    "Turns that ended whose conversation is not what their session has seen: what stands from "
+    "the first other message on was rendered anew.",
+    registry=REGISTRY,
+)
+HISTORY_LOST_TOKENS = Counter(
+    "rose_router_history_lost_tokens",
+    "Sampled tokens of such sessions' last turns that are not in the new prompt as they were "
+    "sampled.",
+    registry=REGISTRY,
+)
 MOVES = Counter(
     "rose_router_moves",
     "Turns that left an engine before their end, by reason.",

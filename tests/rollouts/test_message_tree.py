@@ -158,15 +158,26 @@ def test_an_altered_history_is_located() -> None:
     harness.turn(talk[:1], talk[1])
     harness.turn(talk[:3], talk[3])
     whole = harness.tree.find("job", ROOT, talk, "s")
-    assert (whole.messages, whole.altered_at) == (4, None)
+    assert (whole.messages, whole.altered_at, whole.lost_tokens) == (4, None, 0)
     changed = [*talk[:3], assistant("something else"), talk[4]]
     found = harness.tree.find("job", ROOT, changed, "s")
-    assert (found.messages, found.altered_at) == (2, 3)
+    assert (found.messages, found.altered_at, found.lost_tokens) == (2, 3, 2)
     early = [user("went"), *talk[1:]]
     found = harness.tree.find("job", ROOT, early, "s")
     assert (found.node, found.messages, found.altered_at) == (None, 0, 0)
+    assert found.lost_tokens == 4, "of both turns"
     node = harness.turn(changed, assistant("third"))
     assert node.altered_at == 3
+
+
+def test_what_a_sub_agent_has_sampled_is_not_lost_to_its_callers_altered_history() -> None:
+    harness = Harness(MessageTree())
+    talk = [user("go"), assistant("first"), user("result"), assistant("second")]
+    harness.turn(talk[:1], talk[1])
+    harness.turn(talk[:3], talk[3])
+    harness.turn([user("sub")], assistant("found"), root=root_of(["tool"], {}))
+    changed = [*talk[:3], assistant("something else"), user("more")]
+    assert harness.tree.find("job", ROOT, changed, "s").lost_tokens == 2
 
 
 def test_answers_before_a_sessions_first_turn_are_examples_and_nothing_is_altered() -> None:

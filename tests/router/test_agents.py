@@ -309,12 +309,23 @@ async def test_an_altered_history_is_located_in_reply_and_row(stage: Staging) ->
         await s.engine("a")
         more = {"max_tokens": 6, "rose": {"session": "e"}}
         await ask(s, "/v1/messages", messages(user("go"), **more))
+        before = await drift(s)
         changed = [user("go"), {"role": "assistant", "content": "I never said"}, user("so")]
         answer = await ask(s, "/v1/messages", messages(*changed, **more))
         rows = (await s.get("/sessions/e/rows"))["rows"]
+        after = await drift(s)
     assert answer["rose"]["history"]["altered_at"] == 1
     assert answer["rose"]["history"]["exact_tokens"] == 0
     assert [row["turns"][-1]["altered_at"] for row in rows] == [None, 1]
+    assert [new - old for old, new in zip(before, after, strict=True)] == [1, 6]
+
+
+async def drift(stage: Stage) -> list[float]:
+    """Altered histories, and tokens that they lost, as a scrape counts them."""
+    async with stage.http.get(stage.url + "/metrics") as reply:
+        lines = (await reply.text()).splitlines()
+    names = ("rose_router_history_altered_total", "rose_router_history_lost_tokens_total")
+    return [float(one.split()[-1]) for name in names for one in lines if one.startswith(name + " ")]
 
 
 @pytest.mark.parametrize(

@@ -208,13 +208,17 @@ DASHBOARD = Dashboard(
                 ),
                 Panel(
                     "Work done twice",
-                    "Tokens of context prefilled again after moves, and tokens sampled again.",
+                    "Tokens of context prefilled again after moves, tokens sampled again, and "
+                    "sampled tokens that agents' altered histories no longer hold.",
                     "short",
                     {
                         "sum(rate(rose_router_reprefilled_tokens_total{$here}[$rate]))": (
                             "prefilled again"
                         ),
                         "sum(rate(rose_router_redone_tokens_total{$here}[$rate]))": "sampled again",
+                        "sum(rate(rose_router_history_lost_tokens_total{$here}[$rate]))": (
+                            "lost from histories"
+                        ),
                     },
                 ),
             ),

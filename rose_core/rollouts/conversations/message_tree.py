@@ -165,6 +165,8 @@ class PrefixMatch:
         digests: of the messages up to each one, for ``note``.
         root: of the conversation.
         altered_at: see ``TurnNode``.
+        lost_tokens: of an altered history: tokens sampled in the session's last conversation that
+            the node's has not, and that are rendered anew, if anything is said of them at all.
     """
 
     node: TurnNode | None
@@ -172,6 +174,7 @@ class PrefixMatch:
     digests: tuple[Digest, ...]
     root: bytes = b""
     altered_at: int | None = None
+    lost_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,9 +302,23 @@ class MessageTree:
             if node is not None:
                 self._sessions.move_to_end(node.owner)
                 altered = self._altered(node.owner, root, digests, answers, index + 1)
-                return PrefixMatch(node, index + 1, digests, root, altered)
+                lost = 0 if altered is None else self._lost(node.owner, node)
+                return PrefixMatch(node, index + 1, digests, root, altered, lost)
         altered = self._altered((job, session), root, digests, answers, 0) if session else None
-        return PrefixMatch(None, 0, digests, root, altered)
+        lost = 0 if altered is None else self._lost((job, session), None)
+        return PrefixMatch(None, 0, digests, root, altered, lost)
+
+    def _lost(self, owner: Owner, known: TurnNode | None) -> int:
+        """Tokens that a conversation's last turn and those before it have sampled beyond a turn.
+
+        Of the session's conversations it is that of the turn, or the last one.
+        """
+        kept = {id(node) for node in _upwards(known)}
+        for node in reversed(self._sessions[owner].nodes):
+            path = list(_upwards(node))
+            if known is None or id(path[-1]) in kept:
+                return sum(len(one.sampled) for one in path if id(one) not in kept)
+        return 0
 
     def _find_turn(
         self, job: str, digest: Digest, session: str, answer: Mapping[str, Any]

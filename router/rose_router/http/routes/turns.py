@@ -400,6 +400,10 @@ class TurnHandlers:
         owner = turn.request.job, ask.session or turn.request.rid
         semantics = parts.rose_json(turn, turn.shown().spans)["logprob_semantics"]
         history.note(ask.conversation, owner, turn, answer, semantics)
+        match = ask.conversation.match
+        if match.altered_at is not None:
+            metrics.HISTORY_ALTERED.inc()
+            metrics.HISTORY_LOST_TOKENS.inc(match.lost_tokens)
         metrics.HISTORY_TURNS.set(len(self._tree))
         metrics.HISTORY_FORGOTTEN.set(self._tree.forgotten)
 
