@@ -28,7 +28,8 @@ class PromptTooLong(InvalidTurn):
     """The prompt leaves no room for an answer in the context.
 
     Harnesses end or condense a conversation at this error, and know it by its words: these are
-    vLLM's and OpenAI's. Dialects that have others write them from the sizes.
+    vLLM's and OpenAI's, and OpenAI's code, which LangChain looks for among them. Dialects that have
+    others write them from the sizes.
 
     Args:
         tokens: of the prompt; more where ``at_least`` says so.
@@ -42,7 +43,7 @@ class PromptTooLong(InvalidTurn):
         super().__init__(
             f"This model's maximum context length is {context} tokens. However, your prompt has "
             f"{self.tokens} tokens, and must leave room for an answer (spec.contextTokens of the "
-            "lease). Please reduce the length of the messages."
+            "lease). Please reduce the length of the messages. (context_length_exceeded)"
         )
 
 

@@ -297,6 +297,32 @@ async def rows_of(stage: Stage, key: str) -> list[dict[str, Any]]:
         return found["rows"] if reply.status == 200 else []
 
 
+async def test_clients_know_a_prompt_beyond_the_context_as_such(
+    stage: Staging, tmp_path: Path
+) -> None:
+    client = Client("too long", ("too_long.py",))
+    if not installed(client):
+        pytest.skip("the SDKs are not installed; make test-clients")
+    async with stage(tokenizer=folder(), turn_token="good", context_tokens=1000) as s:
+        await s.engine(script=Follows())
+        status, printed = await play(client, s.router.http_port, tmp_path, folder())
+    assert status == 0, printed
+    assert [one for one in printed.splitlines() if one.startswith(_ASKING)] == [
+        "litellm openai: ContextWindowExceededError None",
+        "litellm anthropic: ContextWindowExceededError None",
+        "langchain chat: OpenAIContextOverflowError context_length_exceeded",
+        "langchain responses: OpenAIContextOverflowError context_length_exceeded",
+        "langchain responses, streamed: OpenAIAPIContextOverflowError context_length_exceeded",
+        "langchain messages: AnthropicContextOverflowError None",
+        "openai chat: BadRequestError context_length_exceeded",
+        "openai responses, streamed: APIError context_length_exceeded",
+        "anthropic: BadRequestError None",
+    ]
+
+
+_ASKING = ("litellm ", "langchain ", "openai ", "anthropic:")
+
+
 async def test_verifiers_train_client_gets_its_tokens_and_is_one_session(
     stage: Staging, tmp_path: Path
 ) -> None:
