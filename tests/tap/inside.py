@@ -24,6 +24,7 @@ from rose_agent.os import kernel
 
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _UP = 0x8913, 0x8914, 0x1
 STREAMED, PLAIN, SHORT, ABORTED = 40, 10, 200, 5
+TOKEN_SECONDS = 0.002
 
 
 def loopback_up() -> None:
@@ -46,7 +47,8 @@ async def streamed(http: aiohttp.ClientSession, url: str, tokens: int) -> dict[s
         async for line in answer.content:
             if line.startswith(b"data: {"):
                 stamps.append(time.monotonic_ns())  # noqa: PERF401  # the moment counts
-    return {"sent": sent, "first": stamps[0], "last": stamps[-1], "tokens": len(stamps)}
+    done = time.monotonic_ns()
+    return {"sent": sent, "first": stamps[0], "done": done, "tokens": len(stamps)}
 
 
 async def aborted(url: str) -> None:
@@ -90,7 +92,7 @@ async def main() -> None:
     loopback_up()
     engine = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "rose_engines.fake", "--token-seconds", "0.002"),
+        *("-m", "rose_engines.fake", "--token-seconds", str(TOKEN_SECONDS)),
         stdout=asyncio.subprocess.PIPE,
         # A signal that ends this process runs no ``finally``.
         preexec_fn=partial(kernel.die_with_parent, signal.SIGKILL),

@@ -17,7 +17,7 @@ from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.events import Arrived, EndKind, Health, TapEvent
 from tests.agent.node import tap_refusal
-from tests.tap.inside import ABORTED, PLAIN, SHORT, STREAMED
+from tests.tap.inside import ABORTED, PLAIN, SHORT, STREAMED, TOKEN_SECONDS
 
 pytestmark = [
     pytest.mark.engine,
@@ -25,6 +25,8 @@ pytestmark = [
 ]
 PATIENCE = 60.0
 EXPECTED = STREAMED + PLAIN + SHORT + ABORTED
+SAME_NS = 5_000_000
+"""The kernel stamps packets by another clock of the same machine."""
 
 
 async def line(from_process: asyncio.subprocess.Process) -> str:
@@ -89,12 +91,17 @@ def judge(events: list[TapEvent], streamed: list[dict[str, int]]) -> None:
     # Where response segments were sampled in the kernel the count is an estimate from bytes.
     counted, true = sum(f.tokens for f in by_arrival), sum(c["tokens"] for c in by_sending)
     assert counted == pytest.approx(true, rel=0.15)
-    # The client shares its core with everything else, so only the medians are compared.
-    ttft = statistics.median(f.ttft_s or 0 for f in by_arrival)
-    client_ttft = statistics.median((c["first"] - c["sent"]) / 1e9 for c in by_sending)
-    assert 0 < ttft <= client_ttft + 0.05
+    # Whatever else the machine does: nothing is on the wire before it was sent, and nothing comes
+    # to the client before it was there. How much later it comes is the machine's.
+    for seen, client in zip(by_arrival, by_sending, strict=True):
+        assert client["sent"] <= seen.arrived_ns + SAME_NS
+    for seen_by_tap, seen_by_client in (
+        (sorted(f.first_ns for f in by_arrival), sorted(c["first"] for c in by_sending)),
+        (sorted(f.ended_ns for f in by_arrival), sorted(c["done"] for c in by_sending)),
+    ):
+        for there, here in zip(seen_by_tap, seen_by_client, strict=True):
+            assert there <= here + SAME_NS
+    assert all(f.arrived_ns < f.first_ns < f.ended_ns for f in by_arrival)
+    # No engine is faster than it is told to be.
     tpot = statistics.median(f.tpot_s or 0 for f in by_arrival)
-    client_tpot = statistics.median(
-        (c["last"] - c["first"]) / 1e9 / (c["tokens"] - 1) for c in by_sending
-    )
-    assert tpot == pytest.approx(client_tpot, rel=0.5, abs=0.005)
+    assert tpot > 0.5 * TOKEN_SECONDS
