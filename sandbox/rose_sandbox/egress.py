@@ -33,6 +33,7 @@ from rose_core.sandboxes.networks import Network, inner, may_reach
 from rose_core.sandboxes.outside import EgressEffect
 from rose_sandbox.runtimes import kernel
 from rose_sandbox.runtimes.runtime import Facts
+from rose_wire.local import stop_accepting
 
 PORT = 3128
 MOST = 16
@@ -132,7 +133,7 @@ class Egress:
     async def close(self) -> None:
         """Hang up; a connection that lives on would keep the sandbox from being saved."""
         if self._server is not None:
-            self._server.close()
+            await stop_accepting(self._server)
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

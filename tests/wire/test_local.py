@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import stat
+import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rose_wire import local
 from rose_wire.errors import MalformedMessage, Refused, Unavailable
 from rose_wire.rpc import Method, Server, call, connect
 
@@ -164,6 +167,30 @@ async def test_bytes_that_are_no_frame_end_that_connection_only(path: Path) -> N
             async with asyncio.timeout(PATIENCE):
                 assert await loop.sock_recv(other, 1) == b""
         assert await call(channel, MEASURE, Question("x"), timeout=PATIENCE) == Answer(1)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_who_connects_while_it_stops_is_hung_up_on(path: Path, turns: int) -> None:
+    """Else the socket would stay open, and its warning fail whichever test comes next."""
+    server = local.Server({})
+    await server.start(path)
+    with socket.socket(socket.AF_UNIX) as caller, warnings.catch_warnings(record=True) as left:
+        warnings.simplefilter("always")
+        caller.connect(str(path))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await server.stop(0)
+        assert (await asyncio.to_thread(recv_until_closed, caller)) == b""
+        gc.collect()
+    assert left == []
+
+
+def recv_until_closed(caller: socket.socket) -> bytes:
+    caller.settimeout(PATIENCE)
+    try:
+        return caller.recv(1)
+    except ConnectionResetError:  # nobody had accepted it
+        return b""
 
 
 async def test_only_our_user_may_connect(path: Path) -> None:

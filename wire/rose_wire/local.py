@@ -57,6 +57,9 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
     body: bytes
 
 
+# Turns of the event loop from ``accept`` to the first step of who answers: the task that asyncio
+# makes of it, ``connection_made``, and what that begins; one more to be there before them.
+_ACCEPTING_TURNS = 4
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(_Request)
 _answers = msgspec.msgpack.Decoder(_Answer)
@@ -197,6 +200,8 @@ class _Answering(_Frames):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._server.sessions.add(self)
+        if self._server.stopped:  # it was accepted before
+            self.abort()
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._server.sessions.discard(self)
@@ -236,6 +241,7 @@ class Server:
         self._handlers = handlers
         self._server: asyncio.Server | None = None
         self.sessions: set[_Answering] = set()
+        self.stopped = False
 
     async def start(self, path: Path) -> None:
         """Listen; only our user may connect, from the first moment on.
@@ -268,8 +274,9 @@ class Server:
 
     async def stop(self, grace_seconds: float) -> None:
         """Listen no more; calls under way have so long, then everything is closed."""
+        self.stopped = True
         if self._server is not None:
-            self._server.close()
+            await stop_accepting(self._server)
         calls = [call for session in self.sessions for call in session.calls]
         if calls:
             await asyncio.wait(calls, timeout=grace_seconds)
@@ -278,6 +285,20 @@ class Server:
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def stop_accepting(server: asyncio.Server) -> None:
+    """Close a server; what it has accepted by then is a connection that its owner knows.
+
+    asyncio loses one, and leaves it open, whose server is closed between ``accept`` and the task
+    that makes a connection of it.
+    """
+    loop = asyncio.get_running_loop()
+    for listener in server.sockets:
+        loop.remove_reader(listener.fileno())
+    for _ in range(_ACCEPTING_TURNS):
+        await asyncio.sleep(0)
+    server.close()
 
 
 def _bound(path: Path) -> socket.socket:

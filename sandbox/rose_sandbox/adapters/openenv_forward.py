@@ -39,6 +39,7 @@ from rose_core.sandboxes.turns import OutOfTurn
 from rose_core.unreadable import UNREADABLE
 from rose_sandbox.errors import SandboxError
 from rose_weights.errors import Fenced
+from rose_wire.local import stop_accepting
 
 LOG = logging.getLogger(__name__)
 
@@ -349,7 +350,7 @@ class Forwarder:
         if self._http is not None:
             await self._http.close()
         if self._server is not None:
-            self._server.close()
+            await stop_accepting(self._server)
         for task in self._pumps:
             task.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
