@@ -27,6 +27,8 @@ from rose_core.telemetry.events import (
 
 # Memory of the idle share that the report shows; the gate goes by ``rose_core.guard.regime``.
 _SHARE_TIME_S = 20.0
+# Counts of streams come twice a second at least, and one such telling may be late.
+_LIVELY_NS = 1_000_000_000
 # Heartbeats kept to say what had been counted a moment ago: more than a second of them.
 _BEATS = 27
 
@@ -215,6 +217,11 @@ class Book:
     def outstanding(self) -> bool:
         """Whether a request is under way whose end may not show; other sources must say."""
         return any(request.opaque or request.doubtful for request in self.live.values())
+
+    def lives(self, now_ns: int) -> bool:
+        """Whether requests are under way, and each has shown life within the last second."""
+        oldest = min((request.last_seen_ns for request in self.live.values()), default=0)
+        return now_ns - oldest < _LIVELY_NS and not self.outstanding
 
     def empty_since_ns(self) -> int | None:
         """Since when no request has been under way; None while one is."""

@@ -352,3 +352,42 @@ async def test_garbage_on_the_tap_socket_is_a_lost_tap(
     writers[0].write(b"\x05\x00\x00\x00hello, this is no frame at all")
     await until(received, lambda: received.lost >= 1)
     await until(received, lambda: len(received.events) == 2)
+
+
+@pytest.mark.parametrize("silent_s", [0, 2])
+async def test_an_engine_is_hardly_asked_for_its_load_while_the_tap_sees_its_requests_live(
+    guard: Parts, monkeypatch: pytest.MonkeyPatch, silent_s: int
+) -> None:
+    replica = guard[0].replicas[POD]
+    now = time.monotonic_ns()
+    began = now - silent_s * 10**9
+    replica.take(Arrived(POD, 1, began, "/generate"), now)
+    replica.take(FirstToken(POD, 1, began), now)
+    replica.take(health(1), now)
+    asked: list[float] = []
+    clock = time.monotonic()
+
+    async def loads() -> Figures:
+        asked.append(time.monotonic())
+        return Figures(1, 0)
+
+    async def sleep(seconds: float) -> None:
+        nonlocal clock
+        clock += seconds
+        if len(pauses) == 11:
+            raise asyncio.CancelledError
+        pauses.append(seconds)
+
+    async def compare() -> bool:
+        return True
+
+    pauses: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(replica.reader, "loads", loads)
+        patch.setattr(replica, "compare", compare)
+        patch.setattr(asyncio, "sleep", sleep)
+        patch.setattr(time, "monotonic", lambda: clock)
+        with pytest.raises(asyncio.CancelledError):
+            await replica.poll()
+    assert pauses == [1.0] * 11
+    assert len(asked) == (12 if silent_s else 3), "all the more when one says nothing"

@@ -211,6 +211,31 @@ def test_tokens_of_a_stream_are_counted_and_kept_back(
     assert ended.tokens == token.count(b"data: ") * 51
 
 
+def test_an_event_is_counted_wherever_it_lies_and_what_a_longer_segment_left_is_not(
+    program: Kernel,
+) -> None:
+    """A segment is looked at eight bytes at a time, in memory in which the one before lay."""
+    pair, side, other = Pair(program), Side(), Side(("0a000001", 40001))
+    left = [chunk(b"data: " + b"x" * place + b"data: [D" * 40 + b"\n\n") for place in range(8)]
+    for one in (side, other):
+        for segment in [*one.opened(), one.asks(), *one.answers(HEAD, event(0))]:
+            pair.show(segment)
+    pair.rest()
+    before, tokens = pair.passed, 1
+    for length in range(70):
+        (end,) = other.answers(left[length % 8])
+        pair.show(end)
+        handed_over = pair.passed
+        (segment,) = side.answers(chunk(b": " + b"y" * length + b"\ndata: z\n\n"))
+        pair.show(segment)
+        tokens += 1
+        assert pair.passed == handed_over, "counted, and kept back"
+        pair.rest()
+        told = told_unread(pair)
+        assert told[1][0] == tokens
+    assert pair.passed == before + 70, "what may be the last event is the reader's"
+
+
 def test_an_arrival_a_first_token_and_an_end_are_passed_at_once(program: Kernel) -> None:
     pair, side = Pair(program), Side()
     received: list[type] = []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import TypeVar
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from rose_agent.metrics import REGISTRY
@@ -218,6 +221,15 @@ REPLICA_KNOWN_SECONDS = Counter(
     ["pool", "replica"],
     registry=REGISTRY,
 )
+
+
+M = TypeVar("M", Counter, Histogram)
+
+
+@lru_cache(maxsize=1024)  # pools of a node, each with a few labels more
+def child(metric: M, *labels: str) -> M:
+    """The metric with these labels, for series that are never removed and moved by each request."""
+    return metric.labels(*labels)
 
 
 class BusyMetrics:

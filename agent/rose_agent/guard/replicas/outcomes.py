@@ -170,7 +170,7 @@ class Outcomes:
         window = self._compare(done, schedule, lent=lent, met=met)
         self._budget(met, policy, done.ended_ns)
         if met.exceeded is not None:
-            metrics.CERTIFIED_REQUESTS.labels(policy.pool, str(met.exceeded).lower()).inc()
+            metrics.child(metrics.CERTIFIED_REQUESTS, policy.pool, str(met.exceeded).lower()).inc()
         self._recorder.note(
             done.ended_ns,
             self._name,
@@ -203,21 +203,21 @@ class Outcomes:
             if met.used and schedule.seconds:
                 self.pool.trial = self.pool.trial.count(withheld=withheld, slow=met.slow)
                 outcome = (self.pool.name, window, "false" if met.slow else "true")
-                metrics.TRIAL_OUTCOMES.labels(*outcome).inc()
+                metrics.child(metrics.TRIAL_OUTCOMES, *outcome).inc()
         if not lent:
             self.pool.unlent.add(withheld=True, ttft_s=ttft, tpot_s=tpot)
         if ttft is not None:
-            metrics.TTFT_SECONDS.labels(self.pool.name, window).observe(ttft)
+            metrics.child(metrics.TTFT_SECONDS, self.pool.name, window).observe(ttft)
         if tpot is not None:
-            metrics.TPOT_SECONDS.labels(self.pool.name, window).observe(tpot)
+            metrics.child(metrics.TPOT_SECONDS, self.pool.name, window).observe(tpot)
         return window if lent else "un-lent"
 
     def _budget(self, met: RequestExposure, policy: PoolPolicy, now_ns: int) -> None:
         self.counters.finished += 1
         self.counters.slow += met.slow
         self.counters.exposed += met.slow and met.exposed
-        metrics.SERVING_REQUESTS.labels(policy.pool, "false" if met.slow else "true").inc()
-        metrics.EXPOSED_MISSES.labels(policy.pool).inc(met.slow and met.exposed)
+        metrics.child(metrics.SERVING_REQUESTS, policy.pool, "false" if met.slow else "true").inc()
+        metrics.child(metrics.EXPOSED_MISSES, policy.pool).inc(met.slow and met.exposed)
         pool = self.pool
         if met.used and pool.spend(met, policy.percentile, now_ns):
             burn = pool.burn.burn(policy.percentile, pool.limits.long_ns, now_ns)

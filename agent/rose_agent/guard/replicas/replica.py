@@ -34,6 +34,7 @@ from rose_core.wire.sync import PoolPolicy, SignalSource
 
 _LASTING_NS = 5_000_000_000
 _IDLY_SECONDS = 1.0  # between two readings of figures by which nobody goes
+_RARELY_SECONDS = 5.0  # the report tells KV use that is less than twice as old
 _FIRSTS_NS = 5_000_000_000  # of a habit: as long as that of being never idle
 _SILENT_NS = 1_000_000_000  # several heartbeats
 # Usable idle shares between which tokens become interesting, well before a replica is never idle.
@@ -315,7 +316,10 @@ class GuardedReplica:
             uses_tap = SignalSource.WIRE_TAP in self.policy.allowed_signals
             # A tap that is heard and may be wrong is not outvoted: only its counts are compared.
             idle = uses_tap and not self.verification.verified and self._reads_tap()
-            due = not idle or time.monotonic() - asked >= _IDLY_SECONDS
+            # Whoever sees each request live need not ask the engine whether it has any.
+            lives = tapped and self.book.lives(time.monotonic_ns())
+            pause = _RARELY_SECONDS if lives else _IDLY_SECONDS if idle else 0.0
+            due = time.monotonic() - asked >= pause
             if SignalSource.LOADS in self.policy.allowed_signals and due:
                 asked = time.monotonic()
                 figures = await self.reader.loads()
