@@ -499,28 +499,38 @@ class LegReader:
             BrokenStream: tokens are missing, or the engine counts backwards.
         """
         turn, leg = self._turn, self._leg
-        now, before = self._clock(), leg.placed
+        now, before, began = self._clock(), leg.placed, turn.first_token_at
+        taken: list[tuple[StreamEvent, int]] = []
         try:
-            for event in events:
-                if not self._take_event(event, now, halt):
-                    return False
+            try:
+                for event in events:
+                    if not self._take_event(event, taken, halt):
+                        return False
+            finally:
+                complete = leg.ended and leg.complete
+                if leg.placed > before:
+                    if turn.record.must_be_alone():
+                        self._clear()
+                    turn.first_token_at = began or now
+                    # The end of the turn follows, and says its last tokens with it.
+                    if not complete:
+                        turn.changed.fire()
+            if complete and not self._over:
+                self._end()
         finally:
-            complete = leg.ended and leg.complete
-            if leg.placed > before:
-                if turn.record.must_be_alone():
-                    self._clear()
-                if not turn.first_token_at:
-                    turn.first_token_at = now
-                    metrics.FIRST_TOKEN_SECONDS.observe(now - turn.began)
-                # The end of the turn follows, and says its last tokens with it.
-                if not complete:
-                    turn.changed.fire()
-        if complete and not self._over:
-            self._end()
+            # Once it is written: whoever waits for an event does not wait for what it teaches.
+            self._learn(taken, now)
+            if not began and turn.first_token_at:
+                metrics.FIRST_TOKEN_SECONDS.observe(now - turn.began)
         return True
 
-    def _take_event(self, event: StreamEvent, now: float, halt: Callable[[], None] | None) -> bool:
-        leg, handle = self._leg, self._handle
+    def _take_event(
+        self,
+        event: StreamEvent,
+        taken: list[tuple[StreamEvent, int]],
+        halt: Callable[[], None] | None,
+    ) -> bool:
+        leg = self._leg
         if self._over:
             if event.finish is not None:
                 leg.meta, leg.ended = event.meta, True
@@ -528,14 +538,11 @@ class LegReader:
         new, turn = leg.take(event), self._turn
         if turn.trace is not None and leg.spans:
             turn.trace.see_version(leg.spans[-1].version)
-        self._learn(event, new, now)
-        if self._engine.failures:
-            self._engine.note_success()
-        handle.last_event, handle.tokens = now, len(leg.ids)
+        taken.append((event, new))
         if leg.offset == 0:
             meta, kept = event.meta, turn.prompt_meta
             # An engine says it with its first token; what it still learns, with its last.
-            begins = handle.tokens == new
+            begins = len(leg.ids) == new
             if begins or event.finish is not None or "input_token_logprobs" in meta:
                 # Another object each time: what was made of it is told by that.
                 turn.prompt_meta = kept | {
@@ -557,16 +564,18 @@ class LegReader:
             self._engine.solo = False
             self._fleet.changed.fire()
 
-    def _learn(self, event: StreamEvent, new: int, now: float) -> None:
-        if not new:
-            return
+    def _learn(self, taken: Iterable[tuple[StreamEvent, int]], now: float) -> None:
+        """Learn from events that came together, and from how many new tokens each had."""
         engine, handle = self._engine, self._handle
         kind = engine.update.device_class
-        if kind:
-            metrics.CLASS_TOKENS.labels(kind, "written").inc(new)
-        unpaused = engine.gate_since <= handle.last_event  # else the gap holds a pause of the gate
-        if handle.tokens:
-            if unpaused:
+        for event, new in taken:
+            if new and kind:
+                metrics.CLASS_TOKENS.labels(kind, "written").inc(new)
+            # Else the gap holds a pause of the gate.
+            unpaused = engine.gate_since <= handle.last_event
+            if new and not handle.tokens:
+                self._learn_prompt(event.meta, now, unpaused=unpaused)
+            elif new and unpaused:
                 engine.gaps += 1
                 since = now - engine.learned_at
                 if engine.speed is None or engine.speed.teaches(since):
@@ -576,14 +585,19 @@ class LegReader:
                     engine.gaps, engine.learned_at = 0, now
                     learn = methodcaller("saw_step", step, weight, engine.occupied)
                     self._fleet.learn_speed(engine, learn)
-            return
-        meta = event.meta
+            if engine.failures:
+                engine.note_success()
+            handle.last_event, handle.tokens = now, handle.tokens + new
+
+    def _learn_prompt(self, meta: Mapping[str, Any], now: float, *, unpaused: bool) -> None:
+        engine = self._engine
         uncached = meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0)
         _count_prompt(meta, uncached)
-        if kind:
-            metrics.CLASS_TOKENS.labels(kind, "read").inc(max(0, uncached))
+        if engine.update.device_class:
+            read = metrics.CLASS_TOKENS.labels(engine.update.device_class, "read")
+            read.inc(max(0, uncached))
         if unpaused:
-            learn = methodcaller("saw_first_token", now - handle.began, uncached)
+            learn = methodcaller("saw_first_token", now - self._handle.began, uncached)
             self._fleet.learn_speed(engine, learn)
 
 
