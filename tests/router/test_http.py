@@ -230,7 +230,7 @@ MALFORMED: list[tuple[str, object, int, str]] = [
     ("/generate", {"text": "hello"}, 400, "no tokenizer"),
     ("/generate", ask(0), 400, "max_new_tokens"),
     ("/generate", ask(sampling_params={"n": 0}), 400, "n: expected"),
-    ("/generate", ask(input_ids=[[1], [2]], stream=True), 400, "stream"),
+    ("/generate", ask(input_ids=[[1]] * 65, stream=True), 400, "stream"),
     ("/generate", ask(input_embeds=[[0.1]]), 400, "input_embeds"),
     ("/generate", ask(rose={"min_version": "seven"}), 400, "rose.min_version"),
     ("/generate", ask(rose=7), 400, "rose: expected an object"),
@@ -446,3 +446,38 @@ async def test_durations_are_counted_as_prometheus_counts_them() -> None:
         metrics.BARRIER_SECONDS.observe(seconds)
     more = [new - old for new, old in zip(counted(), before, strict=True)]
     assert more == pytest.approx([1, 2, 3, 3, 4, 4, 400.025])
+
+
+@pytest.mark.parametrize("kind", [{"input_ids": [[3, 1], [4, 1]]}, {"n": 2}, {"input_ids": [[3]]}])
+async def test_several_answers_stream_as_sglang_streams_them(stage: Make, kind: Any) -> None:  # noqa: ANN401  # JSON
+    """Each event is all of an answer so far, with its number."""
+    sampling = {"max_new_tokens": 6, "n": kind.get("n", 1)}
+    body = {"input_ids": kind.get("input_ids", PROMPT), "sampling_params": sampling}
+    async with stage() as s:
+        await s.engine()
+        async with s.post("/generate", {**body, "stream": True}) as reply:
+            assert reply.status == 200
+            told = await events(reply)
+        async with s.post("/generate", body) as reply:
+            whole = await reply.json()
+    last = {one["index"]: one for one in told}
+    assert sorted(last) == list(range(len(whole)))
+    for index, answer in enumerate(whole):
+        assert last[index]["output_ids"] == answer["output_ids"]
+        assert last[index]["meta_info"]["finish_reason"] == answer["meta_info"]["finish_reason"]
+        counts = [len(one["output_ids"]) for one in told if one["index"] == index]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[-1]
+
+
+async def test_several_answers_stream_as_vllms_token_route_streams_them(stage: Make) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 6, "n": 2}}
+    async with stage() as s:
+        await s.engine()
+        async with s.post("/inference/v1/generate", {**body, "stream": True}) as reply:
+            told = [one["choices"][0] for one in await events(reply)]
+        async with s.post("/inference/v1/generate", body) as reply:
+            whole = (await reply.json())["choices"]
+    for index, answer in enumerate(whole):
+        ids = [token for one in told if one["index"] == index for token in one["token_ids"]]
+        assert ids == answer["token_ids"]

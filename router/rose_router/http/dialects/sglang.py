@@ -103,7 +103,7 @@ def read(
             session = rid if own and single else ""
             turns.append(terms.turn(rid, prompt, own_rid=own, session=session, keyed=own))
     listed = batch or len(turns) > 1
-    return ParsedRequest(turns, streamed(request.stream, several=listed), listed)
+    return ParsedRequest(turns, streamed(request.stream, len(turns)), listed)
 
 
 _FIELD = b'"input_ids":'

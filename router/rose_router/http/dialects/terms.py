@@ -17,6 +17,9 @@ from rose_router.http.tokenizer.tokenization import Tokenizer
 from rose_router.turns.request import Parameters, TurnRequest
 
 MOST_ANSWERS = 4096
+MOST_STREAMED = 64
+"""Answers in a stream whose events each say all of an answer so far, as SGLang's do: they cost the
+square of its length."""
 Answers = Annotated[int, msgspec.Meta(ge=1, le=MOST_ANSWERS)]
 
 
@@ -181,18 +184,18 @@ def _stops(given: str | list[str] | None, tokenizer: Tokenizer | None) -> Stops 
     return tokenizer.stops([given] if isinstance(given, str) else given)
 
 
-def streamed(asked: bool | None, *, several: bool) -> bool:
+def streamed(asked: bool | None, answers: int) -> bool:
     """Whether the caller streams.
 
     Args:
         asked: as it says.
-        several: it asks for more than one answer, or for a list of one.
+        answers: of the request.
 
     Raises:
-        InvalidTurn: a stream holds one answer.
+        InvalidTurn: more answers than a stream may hold.
     """
     stream = bool(asked)
-    if stream and several:
-        message = "stream: only for one prompt and one answer; send one request for each"
+    if stream and answers > MOST_STREAMED:
+        message = f"stream: at most {MOST_STREAMED} answers in one stream; send several requests"
         raise InvalidTurn(message)
     return stream

@@ -70,6 +70,6 @@ def read(
     )
     return ParsedRequest(
         terms.turns(asked, own_rid=request.request_id is not None),
-        streamed(request.stream, several=answers > 1),
+        streamed(request.stream, answers),
         listed=True,
     )

@@ -126,6 +126,9 @@ class TurnHandlers:
             if raw is not None:
                 self._repeated.learn(raw, request.headers, ask)
         with self._turns(request, ask) as turns:
+            if ask.stream and ask.listed:
+                voices = [(turn, self._sglang_indexed(turn, n)) for n, turn in enumerate(turns)]
+                return await self._stream_answers(request, voices, None)
             if ask.stream:
                 return await self._stream(request, turns[0], self._sglang_events, LINES)
             await self._wait_all(turns)
@@ -272,7 +275,8 @@ class TurnHandlers:
         ask = await self._off_loop(request, reading, body)
         with self._turns(request, ask) as turns:
             if ask.stream:
-                return await self._stream(request, turns[0], _vllm_events)
+                voices = [(turn, _vllm_events(turn, n)) for n, turn in enumerate(turns)]
+                return await self._stream_answers(request, voices, None)
             await self._wait_all(turns)
             _raise_if_all_failed(turns)
             return self._json(_vllm_answer(turns))
@@ -493,6 +497,14 @@ class TurnHandlers:
     def _sglang_events(self, turn: Turn) -> Events:
         return GenerateEvents(turn, self._tokenizer)
 
+    def _sglang_indexed(self, turn: Turn, index: int) -> Events:
+        """The events of one of several answers, each with its number, as SGLang has them."""
+        over = False
+        while not over:
+            over = turn.is_over
+            typed_abort(turn)
+            yield {**parts.sglang(turn, self._tokenizer), "index": index}
+
     def _sglang_answer(self, turn: Turn) -> dict[str, Any]:
         typed_abort(turn)
         return parts.sglang(turn, self._tokenizer)
@@ -548,15 +560,14 @@ def _takes_long(body: Mapping[str, Any]) -> bool:
     return any(one.get(name) for one in (body, sampling) for name in ("stop", "stop_regex"))
 
 
-def _vllm_events(turn: Turn) -> Events:
+def _vllm_events(turn: Turn, index: int) -> Events:
     tokens, over = 0, False
     while not over:
         over = turn.is_over
         typed_abort(turn)
-        choice = parts.vllm_choice(turn, 0, tokens)
+        choice = parts.vllm_choice(turn, index, tokens)
         tokens += len(choice["token_ids"])
         yield {"request_id": turn.request.rid, "choices": [choice]}
-    yield from _last_events([turn], None)
 
 
 def _vllm_answer(turns: list[Turn]) -> dict[str, Any]:
