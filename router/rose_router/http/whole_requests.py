@@ -50,6 +50,7 @@ from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from rose_router.begun import BegunTask
+from rose_router.http.admission.bodies import ARRIVED
 
 LOG = logging.getLogger(__name__)
 
@@ -319,7 +320,7 @@ class WholeRequestHandler(web.RequestHandler):
         payload.feed_data(body)
         payload.feed_eof()
         self._request_count += 1
-        self._begin(manager, message, payload, route)
+        self._begin(manager, message, payload, route, body)
         return True
 
     def _answer_whole(self, data: bytes) -> bool:
@@ -337,9 +338,10 @@ class WholeRequestHandler(web.RequestHandler):
         route = self._routes.get(message.path)
         if route is None or message.method != hdrs.METH_POST or not payload.is_eof():
             return False
-        if message.chunked or message.compression or hdrs.EXPECT in message.headers:
+        headers = message.headers
+        if message.chunked or message.compression or hdrs.EXPECT in headers:
             return False
-        if self._between:
+        if self._between and hdrs.CONTENT_ENCODING not in headers:
             self._heads.learn(data, message, route)
         self._messages.clear()
         parser.message_consumed()
@@ -352,15 +354,16 @@ class WholeRequestHandler(web.RequestHandler):
         message: RawRequestMessage,
         payload: StreamReader,
         route: WholeRoute,
+        body: bytes = b"",
     ) -> None:
         self.answers_whole = True
         manager.requests_count += 1
-        begun = BegunTask(self._loop, self._answer(message, payload, route))
+        begun = BegunTask(self._loop, self._answer(message, payload, route, body))
         self._answering = begun.task
         begun.begin()
 
     async def _answer(
-        self, message: RawRequestMessage, payload: StreamReader, route: WholeRoute
+        self, message: RawRequestMessage, payload: StreamReader, route: WholeRoute, body: bytes
     ) -> None:
         make, waiting = self._request_factory, self._task_handler
         kept = False
@@ -369,6 +372,8 @@ class WholeRequestHandler(web.RequestHandler):
                 return  # the caller has gone
             request: Any = make(message, payload, self, StreamWriter(self, self._loop), waiting)
             request._match_info = route.match  # noqa: SLF001  # as aiohttp sets it
+            if body and len(body) <= request.client_max_size:
+                request[ARRIVED] = body  # for who would have to ask aiohttp's stream
             self._request_in_progress, self._current_request = True, request
             try:
                 response = await route.handler(request)

@@ -40,7 +40,8 @@ is longer is refused unread."""
 _BEGINNING = 1 << 16
 _IDS_OR_TEXT = frozenset({"/generate", "/v1/completions", "/tokenize", "/v1/tokenize"})
 """Routes of prompts that may be ids, of which a context can hold more bytes than of text."""
-_ARRIVED = web.RequestKey("arrived", bytes)
+ARRIVED = web.RequestKey("arrived", bytes)
+"""Key of a request under which its body is found, once all of it is here."""
 NUMBERS = web.RequestKey("numbers", list[int | float])
 """A long list of a body, which ``LargeBodies.release`` gets when the request is answered."""
 LONG_BODY = 1 << 18
@@ -67,7 +68,7 @@ async def raw_body(request: web.Request) -> bytes:
         SlowCaller: it did not come in time.
         BadRequest: it cannot be unpacked.
     """
-    kept: bytes | None = request.get(_ARRIVED)
+    kept: bytes | None = request.get(ARRIVED)
     if kept is not None:
         return kept
     try:
@@ -103,14 +104,14 @@ def _came_with_head(request: web.Request) -> bytes | None:
     length = request.content.total_bytes
     if length > LONG_BODY or length > request.client_max_size:
         return None
-    whole = request[_ARRIVED] = request.content.read_nowait()
+    whole = request[ARRIVED] = request.content.read_nowait()
     return whole
 
 
 async def _received(request: web.Request, limit: asyncio.Timeout | None = None) -> bytes:
     length = known_length(request)
     if length is not None and length <= LONG_BODY:
-        whole = request[_ARRIVED] = await request.read()
+        whole = request[ARRIVED] = await request.read()
         return whole
     large = request.app[LARGE_BODIES]
     long = length if length and length > MOST_HISTORY and request.path in _IDS_OR_TEXT else 0
@@ -134,7 +135,7 @@ async def _received(request: web.Request, limit: asyncio.Timeout | None = None) 
     whole = b"".join(pieces)
     pieces.clear()
     await large.slices.pay(time.perf_counter() - began, limit)
-    request[_ARRIVED], request[_SHAPE] = whole, shape
+    request[ARRIVED], request[_SHAPE] = whole, shape
     return whole
 
 
@@ -188,8 +189,11 @@ def _begins_with_text(raw: bytes) -> bool:
 
 def bytes_at_once(request: web.Request) -> bytes | None:
     """A body that is all here and short; ``None``: see ``read_body``."""
+    kept: bytes | None = request.get(ARRIVED)
+    if kept is not None:
+        return kept if len(kept) <= LONG_BODY else None
     content = request.content
-    if not content.is_eof() or content.at_eof():  # it is still coming; it is empty, or was read
+    if not content.is_eof() or content.at_eof():  # it is still coming; it is empty
         return None
     try:
         return _came_with_head(request)
@@ -203,7 +207,7 @@ def arrived(request: web.Request) -> bytes:
     Raises:
         KeyError: it was not.
     """
-    return request[_ARRIVED]
+    return request[ARRIVED]
 
 
 async def read_body(request: web.Request) -> dict[str, Any]:
