@@ -3,7 +3,7 @@
 A start is 0.3 to 1 s of a core, nearly all of it imports, and a fork 0.02 to 0.1 s (decision 0880).
 What is forked runs as ``python -m`` runs it, from the command line on. What a fork cannot have is
 started anew: another environment than the session's, namespaces, limits, another interpreter. Tests
-of starts themselves do so too.
+of starts themselves do so too, and so do benchmarks, which count what a process takes by itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from typing import BinaryIO
 
-from rose_dev.engine_template import ROSE, ForkedEngine, ProcessHandle
+from rose_dev.engine_template import ROSE, Channel, ForkedEngine, ProcessHandle
 from rose_dev.engine_testing import template_of
 
 CLI = "rose_cli.main"
 _CHUNK = 1 << 16
 # Of the session: a test's own changes are no reason to import anew for all after it.
 _ENVIRONMENT = dict(os.environ)
+
+
+def _template(variables: Mapping[str, str]) -> Channel | None:
+    """What to fork from; None where a process is to start by itself."""
+    if "PYTEST_VERSION" not in os.environ:
+        return None  # no session of tests: memory that is shared with a template is not one's own
+    return template_of(ROSE, Path(sys.executable), variables, _ENVIRONMENT)
 
 
 def start_process(
@@ -45,7 +52,7 @@ def start_process(
         errors: the same of its standard error.
     """
     variables = dict(os.environ if env is None else env)
-    template = template_of(ROSE, Path(sys.executable), variables, _ENVIRONMENT)
+    template = _template(variables)
     if template is not None:
         out, wrong = 1 if output is None else output, 2 if errors is None else errors
         return template.start(argv, variables, out, module=module, errors=wrong)
@@ -75,7 +82,7 @@ async def spawn_process(
         stderr: the same.
     """
     variables = dict(os.environ if env is None else env)
-    template = template_of(ROSE, Path(sys.executable), variables, _ENVIRONMENT)
+    template = _template(variables)
     if template is None:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, *argv),

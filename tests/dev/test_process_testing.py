@@ -94,3 +94,14 @@ async def test_it_is_forked_where_only_roses_own_variables_differ() -> None:
         children.append("engine_template" in " ".join(psutil.Process(child.pid).cmdline()))
         await child.wait()
     assert children == [True, False]
+
+
+async def test_outside_a_session_of_tests_a_process_starts_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A benchmark counts what a process takes, and much of a fork is its template's."""
+    given = dict(os.environ)
+    monkeypatch.delenv("PYTEST_VERSION")
+    child = await spawn_process(CLI, "--help", env=given, stdout=DEVNULL)
+    assert "engine_template" not in " ".join(psutil.Process(child.pid).cmdline())
+    assert await child.wait() == 0
