@@ -154,6 +154,7 @@ class Reader:
                 continue
             learned_s, promised_s = self._learned()
             stop = stops.get(arrived) if lent else None
+            shut_ns = arrived + closed.get(arrived, 0)  # it may have opened just before
             look.requests.append(
                 Request(
                     lent,
@@ -167,7 +168,7 @@ class Reader:
                     learned_s,
                     promised_s,
                     one.waited_s,
-                    one.rollouts_s if _shut_until(opened, arrived, one.ended_s) else None,
+                    one.rollouts_s if _shut_until(opened, shut_ns, one.ended_s) else None,
                 )
             )
         self._advance(ordered, 1 << 62)
@@ -193,9 +194,9 @@ class Reader:
         return self._envelope.longest_stop_s, certificate.stop_s
 
 
-def _shut_until(opened: Sequence[int], arrived_ns: int, ended_s: float) -> bool:
+def _shut_until(opened: Sequence[int], shut_ns: int, ended_s: float) -> bool:
     """Whether the gate has not opened again between the two moments."""
-    index = bisect.bisect_right(opened, arrived_ns)
+    index = bisect.bisect_right(opened, shut_ns)
     return index == len(opened) or opened[index] > ended_s * 1e9
 
 

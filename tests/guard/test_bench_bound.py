@@ -102,6 +102,8 @@ def test_what_rollouts_computed_after_the_gate_opened_again_is_not_taken_for_d()
     known = Reader().read([*entries, gate(120, is_open=True)], [asked(100)]).requests[0]
     unknown = Reader().read([*entries, gate(112, is_open=True)], [asked(100)]).requests[0]
     assert (known.rollouts_s, unknown.rollouts_s) == (0.002, None)
+    crossed = Reader().read([gate(100.3, is_open=True), *entries], [asked(100)]).requests[0]
+    assert crossed.rollouts_s == 0.002, "it opened before the guard had heard of the request"
 
 
 def alone(ttft_s: float, *, behind: bool = False) -> Request:
