@@ -179,7 +179,15 @@ class PoolSpec(ApiModel):
         default=None,
         ge=1,
         le=100,
-        description="Most that lending may add to latency, against un-lent windows, percent.",
+        description="Most that lending may add to latency, against un-lent cycles, percent.",
+    )
+    withheld_percent: int = Field(
+        default=2,
+        ge=0,
+        le=50,
+        description="Share of the gaps between requests in which lending is withheld by a coin, so "
+        "that the pool's status can say what lending has made slow, percent. With "
+        "maxLatencyIncreasePercent it is 10 at least.",
     )
     revenue: Revenue | None = Field(
         default=None,

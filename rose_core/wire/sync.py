@@ -60,7 +60,7 @@ class CertificateReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Trial(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Requests by the window that they lie in whole, and those of them above the SLO."""
+    """Busy periods of lent and of withheld cycles, and those with a request above the SLO."""
 
     lent: int = 0
     lent_slow: int = 0
@@ -68,7 +68,7 @@ class Trial(msgspec.Struct, frozen=True, omit_defaults=True):
     withheld_slow: int = 0
 
     def count(self, *, withheld: bool, slow: bool) -> Trial:
-        """With one request more."""
+        """With one busy period more."""
         one = Trial(withheld=1, withheld_slow=slow) if withheld else Trial(lent=1, lent_slow=slow)
         return self.plus(one)
 
@@ -114,7 +114,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, omit_defaults=True):
         device_class: of its GPUs (``rose_core.devices.classes``), empty when unknown.
         requests_total, slow_requests_total: finished requests and those above the pool's SLO.
         certificate: of the pool on this node, None where it names no TTFT.
-        trial: the pool's requests on this node by lent and withheld window, None before the first.
+        trial: the pool's busy periods on this node, lent and withheld, None before the first.
         place: of a pod that is a replica together with others, None where it is one by itself.
         unlent_reserved_milliseconds: of the pool on this node: GPU time in which nobody borrowed,
             by the share of memory that was kept back for lending.
@@ -214,6 +214,7 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
         ttft_milliseconds, tpot_milliseconds: SLO, 0 when the pool names none.
         ttft_alone_milliseconds: of a request on an empty replica with nothing lent, 0 = learn it.
         max_increase_percent: allowed increase of latency by lending, 0 when not given.
+        withheld_percent: of gaps between requests to withhold by a coin (``crossover.Cycles``).
         allowed_signals: sources the owner permits, best first.
         memory_headroom_gib, memory_headroom_percent: as the owner says; both None = by the kind of
             serving's pool (``rose_core.devices.memory.Headroom``).
@@ -236,6 +237,7 @@ class PoolPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     percentile: int = 99
     ttft_alone_milliseconds: int = 0
     max_increase_percent: int = 0
+    withheld_percent: int = 0
     allowed_signals: tuple[SignalSource, ...] = tuple(SignalSource)
     memory_headroom_gib: int | None = None
     memory_headroom_percent: int | None = None

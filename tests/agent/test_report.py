@@ -16,7 +16,7 @@ from rose_agent.guard.sync.report import replica_report
 from rose_agent.metrics import REGISTRY
 from rose_agent.pods.model import ServingPod
 from rose_agent.signals.reader import DirectReaders
-from rose_core.guard.crossover import Schedule
+from rose_core.guard.crossover import Cycles, Schedule
 from rose_core.guard.following import LeaderLease
 from rose_core.guard.gate import GateLimits, closed
 from rose_core.guard.reasons import GateReason
@@ -41,8 +41,14 @@ async def replica() -> AsyncIterator[GuardedReplica]:
         made = GuardedReplica.create(
             pod,
             PoolPolicy(POOL, "Observe", {"a": "b"}, 9),
-            outcomes=Outcomes("pod", Pools().state(POOL), Recorder(), lambda _: None, 0),
-            schedule=Schedule(0.0),
+            outcomes=Outcomes(
+                "pod",
+                Pools().state(POOL),
+                Recorder(),
+                lambda _: None,
+                0,
+                cycles=Cycles(Schedule(), lambda: 1.0),
+            ),
             gate=GateLimits(),
             readers=DirectReaders(session),
         )
@@ -109,7 +115,7 @@ async def test_a_pod_whose_place_in_its_group_is_known_is_reported_with_it(
 
 
 async def test_a_follower_withholds_nothing_by_its_own_nodes_clock(replica: GuardedReplica) -> None:
-    replica.schedule, replica.lent = Schedule(10.0), True
+    replica.outcomes.cycles, replica.lent = Cycles(Schedule(10.0), lambda: 0.0), True
     withheld = [
         replica.facts(15 * S, stop_pressed=False, following=words).withheld
         for words in (None, LeaderLease())

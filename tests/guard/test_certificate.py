@@ -401,7 +401,7 @@ def test_a_trial_says_at_most_how_many_lending_has_made_slow() -> None:
     harm = added(Trial(2000, 400, 1000, 10))
     assert harm is not None
     assert harm.proven
-    assert "of 2000 requests slow (95 %)" in harm.text
+    assert "in at most 400 of 2000 busy periods (95 %; a burst counts once)" in harm.text
 
 
 def test_trials_of_nodes_add_up() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
+import msgspec
+
 from rose_agent.guard.flight.recorder import Recorder
 from rose_agent.guard.replicas.outcomes import Outcomes
 from rose_agent.guard.replicas.pools import PoolState
 from rose_agent.metrics import REGISTRY
 from rose_core.guard.certificate import CHUNK_DIVISORS
-from rose_core.guard.crossover import Schedule
+from rose_core.guard.crossover import Cycles, Schedule
 from rose_core.guard.trial import added
 from rose_core.identity import PodUid
 from rose_core.telemetry.book import FinishedRequest
@@ -18,19 +23,26 @@ from tests.guard.worlds import MS, NOW, S
 POD = PodUid("pod")
 
 POLICY = PoolPolicy("chat/pool", "Lend", {"a": "b"}, 1, ttft_milliseconds=100, tpot_milliseconds=20)
-ALWAYS = Schedule()
+UNDIVIDED = Schedule()
 
 
 class World:
     """One replica's outcomes, and what it called for."""
 
-    def __init__(self, policy: PoolPolicy = POLICY) -> None:
+    def __init__(
+        self,
+        policy: PoolPolicy = POLICY,
+        schedule: Schedule = UNDIVIDED,
+        draw: Callable[[], float] = lambda: 1.0,
+    ) -> None:
         self.policy, self.now, self.number = policy, NOW, 0
         self.recorder = Recorder()
         self.breaches: list[str] = []
         self.pool = PoolState(name=policy.pool)
         self.outcomes = Outcomes(
-            "pod", self.pool, self.recorder, self.breaches.append, now_ns=self.now
+            *("pod", self.pool, self.recorder, self.breaches.append),
+            now_ns=self.now,
+            cycles=Cycles(schedule, draw),
         )
 
     def request(
@@ -42,13 +54,13 @@ class World:
         is_open: bool = False,
         lent: bool = True,
         share: float = 1.0,
-        schedule: Schedule = ALWAYS,
     ) -> None:
         """One request from arrival to end; the gate may be open for the first part of it."""
         self.number += 1
         start, number = self.now, self.number
         first = start + ttft_ms * MS
         end = first + tpot_ms * (tokens - 1) * MS
+        self.outcomes.is_withheld(self.policy, start, lent=lent)
         until = start + round(share * (end - start))
         self.outcomes.open_time.note(until if is_open else 0, start)
         self.outcomes.observe(Arrived(POD, number, start, "/generate"), start)
@@ -57,7 +69,7 @@ class World:
         done = FinishedRequest(
             number, start, first, end, 400, tokens, 200, EndKind.COMPLETE, "/generate"
         )
-        self.outcomes.record(done, self.policy, schedule, lent=lent, others=0)
+        self.outcomes.record(done, self.policy, lent=lent, others=0)
         self.outcomes.open_time.note(0, end)
         self.now = end + 10 * MS
 
@@ -155,7 +167,10 @@ def test_a_new_replica_begins_with_what_its_pool_has_taught() -> None:
     world = World()
     for _ in range(60):
         world.request(tpot_ms=5)
-    fresh = Outcomes("new", world.pool, world.recorder, world.breaches.append, now_ns=world.now)
+    fresh = Outcomes(
+        *("new", world.pool, world.recorder, world.breaches.append, world.now),
+        cycles=Cycles(UNDIVIDED, lambda: 1.0),
+    )
     stranger = World().outcomes
     learned = fresh.predictor.decode_s(1, shared=False)
     assert learned == world.outcomes.predictor.decode_s(1, shared=False)
@@ -194,10 +209,9 @@ def test_the_agent_learns_the_stop_and_counts_what_was_promised() -> None:
 
 
 def test_windows_of_a_pool_are_a_trial_of_its_own() -> None:
-    world = World()
-    pairs = Schedule(1.0, 2)
+    world = World(schedule=Schedule(1.0))
     for _ in range(200):
-        world.request(ttft_ms=20, tpot_ms=1, schedule=pairs)
+        world.request(ttft_ms=20, tpot_ms=1)
     trial = world.pool.trial
     assert trial.lent > 50
     assert trial.withheld > 50
@@ -210,13 +224,17 @@ def test_windows_of_a_pool_are_a_trial_of_its_own() -> None:
 
 def test_outcomes_of_a_trial_are_counted_by_window_for_the_alert() -> None:
     """Without withheld windows nothing is drawn, and the alert has nothing to compare."""
-    world = World(PoolPolicy("chat/drawn", "Lend", {"a": "b"}, 1, ttft_milliseconds=100))
+    policy = PoolPolicy("chat/drawn", "Lend", {"a": "b"}, 1, ttft_milliseconds=100)
+    world = World(policy)
     for _ in range(20):
         world.request(ttft_ms=300)
     assert drawn("lent", "false") == 0
+    world = World(
+        msgspec.structs.replace(policy, withheld_percent=30), draw=random.Random(3).random
+    )
     for _ in range(100):
-        world.request(ttft_ms=300, tokens=2, schedule=Schedule(1.0, 2))
-        world.request(ttft_ms=20, tokens=2, schedule=Schedule(1.0, 2))
+        world.request(ttft_ms=300, tokens=2)
+        world.request(ttft_ms=20, tokens=2)
     trial = world.pool.trial
     assert drawn("lent", "false") == trial.lent_slow > 0
     assert drawn("withheld", "false") == trial.withheld_slow > 0

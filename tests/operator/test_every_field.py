@@ -364,6 +364,7 @@ POOLS: list[tuple[str, Row | Refused]] = [
         "maxLatencyIncreasePercent",
         Row({"maxLatencyIncreasePercent": 5}, guard("max_increase_percent"), 0, 5),
     ),
+    ("withheldPercent", Row({"withheldPercent": 0}, guard("withheld_percent"), 2, 0)),
     ("allowedSignals", Row({"allowedSignals": ["Loads"]}, lent, "0123", "")),
     ("lending.maxReplicasPercent", Row({"lending.maxReplicasPercent": 50}, lent, "0123", "01")),
     ("lending.minUnlentReplicas", Row({"lending.minUnlentReplicas": 3}, lent, "0123", "0")),

@@ -37,6 +37,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from random import SystemRandom
 
 import msgspec
 
@@ -60,7 +61,7 @@ from rose_agent.pods.model import PodSource, ServingPod
 from rose_agent.pods.processes import Watcher
 from rose_agent.signals.reader import Readers
 from rose_core.devices.memory import BudgetLimits
-from rose_core.guard.crossover import Schedule
+from rose_core.guard.crossover import Cycles, Schedule
 from rose_core.guard.gate import GateLimits, GateVerdict, ReplicaFacts, closed, judge
 from rose_core.guard.grants import GrantBook
 from rose_core.guard.reasons import STANDING, GateReason
@@ -196,7 +197,8 @@ class Settings:
 
     Attributes:
         settle_seconds: Ready and stable for this long after a restart before lending resumes.
-        crossover_seconds: length of alternating lent and withheld windows; 0 = always lend.
+        crossover_seconds: length of alternating lent and withheld windows; 0 = pools say how many
+            gaps are withheld.
         identity: folder with the node's certificate; None = it has none.
     """
 
@@ -282,7 +284,7 @@ class Guard:
         self.pools = Pools()
         self.host = HostLink(rundir.host_socket, self.step_all)
         self.tap = TapLink(rundir.tap_socket, self)
-        self.schedule = Schedule(settings.crossover_seconds)
+        self._chance = SystemRandom().random  # a load that guesses it could choose its cycles
         self.pods: PodSource | None = None
         self.on_transition: Callable[[], None] = _ignore
         self.devices = DeviceWatch(devices, limits=settings.budget)
@@ -694,8 +696,10 @@ class Guard:
         replica = GuardedReplica.create(
             pod,
             policy,
-            outcomes=Outcomes(pod.name, pool, self.recorder, breach, time.monotonic_ns()),
-            schedule=self.schedule,
+            outcomes=Outcomes(
+                *(pod.name, pool, self.recorder, breach, time.monotonic_ns()),
+                cycles=Cycles(Schedule(self.settings.crossover_seconds), self._chance),
+            ),
             gate=self.settings.gate,
             readers=self._readers,
         )

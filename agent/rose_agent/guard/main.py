@@ -121,8 +121,8 @@ def arguments() -> argparse.ArgumentParser:
         "--crossover-seconds",
         type=flags.amount,
         default=0.0,
-        help="withhold lending in every second window of this length and compare; 0 = one window "
-        "of 10 s in ten, in pools with maxLatencyIncreasePercent alone",
+        help="withhold lending in every second window of this length and compare; 0 = by a coin, "
+        "in so many gaps between requests as a pool's withheldPercent says",
     )
     add("--sandbox-host", type=flags.web, action="append", default=[],
         help="of this node (rose sandbox-host): told while serving burns its budget; "

@@ -108,21 +108,21 @@ CERTIFICATE_HOLDS = Gauge(
 )
 ADDED_MISSES = Gauge(
     "rose_guard_added_misses_most",
-    "Most of the pool's requests in lent windows on this node that missed its SLO because of "
-    "lending; holds at every look at once, 95 %.",
+    "Most of the pool's lent busy periods on this node in which a request missed its SLO because "
+    "of lending; holds at every look at once, 95 %.",
     ["pool"],
     registry=REGISTRY,
 )
-TRIAL_REQUESTS = Gauge(
-    "rose_guard_trial_requests",
-    "Requests in lent windows that this speaks of, compared with those in withheld windows.",
+TRIAL_PERIODS = Gauge(
+    "rose_guard_trial_busy_periods",
+    "Busy periods of lent cycles that this speaks of, compared with those of withheld cycles.",
     ["pool"],
     registry=REGISTRY,
 )
 TRIAL_OUTCOMES = Counter(
     "rose_guard_trial_outcomes",
-    "Finished serving requests on replicas with a lent GPU, each within one window of a pool that "
-    "withholds some by draw: by the window's class, and whether they met the pool's SLO.",
+    "Finished serving requests on replicas with a lent GPU, each within one cycle of a pool that "
+    "withholds some: by the cycle's class, and whether they met the pool's SLO.",
     ["pool", "window", "met"],
     registry=REGISTRY,
 )

@@ -136,12 +136,12 @@ DASHBOARD = Dashboard(
                 ),
                 Panel(
                     "Made slow by lending, at most",
-                    "Most of the requests in lent windows that lending has made miss the SLO, 95 % "
-                    "at every look; beside it the requests it speaks of.",
+                    "Most of the lent busy periods in which lending has made a request miss the "
+                    "SLO, 95 % at every look; beside it the busy periods it speaks of.",
                     "short",
                     {
                         "sum by (pool) (rose_guard_added_misses_most{$here})": "{{pool}} at most",
-                        "sum by (pool) (rose_guard_trial_requests{$here})": "{{pool}} of",
+                        "sum by (pool) (rose_guard_trial_busy_periods{$here})": "{{pool}} of",
                     },
                 ),
             ),

@@ -168,6 +168,7 @@ def policy_of(pool: ServingPool) -> PoolPolicy:
         tpot_milliseconds=(spec.slo.tpot_milliseconds or 0) if spec.slo else 0,
         percentile=spec.slo.percentile if spec.slo else 99,
         max_increase_percent=spec.max_latency_increase_percent or 0,
+        withheld_percent=spec.withheld_percent,
         allowed_signals=tuple(spec.allowed_signals),
         memory_headroom_gib=spec.lending.memory_headroom_gib,
         memory_headroom_percent=spec.lending.memory_headroom_percent,

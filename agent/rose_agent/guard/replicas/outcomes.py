@@ -8,7 +8,8 @@ Everything here follows a request's end, so it is never between an arrival and t
 | latency / SLO, when it met an open gate | the margin |
 | over the SLO or not | the error budget of its pool |
 | longer than its certificate or not | how often that is exceeded |
-| lent or withheld window, un-lent replica | the comparison for the relative limit |
+| lent or withheld cycle, un-lent replica | the comparison for the relative limit |
+| a busy period with a slow request, lent or withheld | what lending has made slow (``trial``) |
 
 A burning budget or proven harm opens the pool's breaker. What is learned, and how, is
 ``rose_core.guard.experience``. Next step: ``replica`` puts all of this into the facts that the gate
@@ -26,7 +27,7 @@ from rose_agent.guard.replicas.pools import PoolState
 from rose_core.guard import crossover
 from rose_core.guard.budget import BUDGET_CAUSE
 from rose_core.guard.certificate import CertificateCount, TtftCertificate
-from rose_core.guard.crossover import Meter, Schedule
+from rose_core.guard.crossover import Cycle, Cycles, Meter, withheld_share
 from rose_core.guard.experience import Experience, RequestExposure
 from rose_core.guard.margin import Margin
 from rose_core.guard.predictor import Predictor
@@ -68,6 +69,7 @@ class Outcomes:
         recorder: the flight recorder.
         on_breach: called with a reason when the recorder is worth keeping.
         now_ns: the beginning.
+        cycles: of which some are withheld.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class Outcomes:
         recorder: Recorder,
         on_breach: Callable[[str], None],
         now_ns: int,
+        *,
+        cycles: Cycles,
     ) -> None:
-        self.pool = pool
+        self.pool, self.cycles = pool, cycles
         self.experience = Experience(now_ns, lessons=pool.lessons)
         self.meter = Meter()
         self.counters = Counters()
@@ -104,11 +108,13 @@ class Outcomes:
         """Note an event of a request; once its size is known, record its predicted cost."""
         if isinstance(event, Arrived):
             self.experience.begin(event.request, now_ns)
+            self.cycles.begin(event.request, now_ns)
         elif isinstance(event, FirstToken):
             # It may have waited for the tap's heartbeat.
             self.experience.note_first_token(event.request, min(event.time_ns, now_ns))
         elif isinstance(event, Dismissed):
             self.experience.dismiss(event.request)
+            self.cycles.dismiss(event.request)
         elif isinstance(event, Sized):
             self.experience.note_size(event.request, event.size, now_ns)
             predict = self.predictor.prefill_s
@@ -147,27 +153,31 @@ class Outcomes:
     def forget(self) -> None:
         """The tap is gone: requests under way are not followed to their end."""
         self.experience.forget()
+        self.cycles.forget()
 
-    def record(
-        self,
-        done: FinishedRequest,
-        policy: PoolPolicy,
-        schedule: Schedule,
-        *,
-        lent: bool,
-        others: int,
-    ) -> None:
+    def is_withheld(self, policy: PoolPolicy, now_ns: int, *, lent: bool) -> bool:
+        """Whether lending is withheld now; ``lent``: a rollout engine serves beside this replica.
+
+        Asked at every step: a cycle that has lasted for long enough ends here.
+        """
+        self._end(self.cycles.advance(now_ns, _share(policy)), lent=lent)
+        return lent and self.cycles.withheld
+
+    def _end(self, cycle: Cycle | None, *, lent: bool) -> None:
+        if cycle is not None and lent:
+            self.pool.trial = self.pool.trial.count(withheld=cycle.withheld, slow=cycle.slow)
+
+    def record(self, done: FinishedRequest, policy: PoolPolicy, *, lent: bool, others: int) -> None:
         """Take one finished request.
 
         Args:
             done: the request.
             policy: the pool's.
-            schedule: which windows are withheld.
             lent: a rollout engine serves beside this replica.
             others: requests still under way.
         """
         met = self.experience.learn(done, self.objective(policy), others)
-        window = self._compare(done, schedule, lent=lent, met=met)
+        window = self._compare(done, policy, lent=lent, met=met)
         self._budget(met, policy, done.ended_ns)
         if met.exceeded is not None:
             metrics.child(metrics.CERTIFIED_REQUESTS, policy.pool, str(met.exceeded).lower()).inc()
@@ -191,19 +201,19 @@ class Outcomes:
             self._judge_harm(policy, done.ended_ns)
 
     def _compare(
-        self, done: FinishedRequest, schedule: Schedule, *, lent: bool, met: RequestExposure
+        self, done: FinishedRequest, policy: PoolPolicy, *, lent: bool, met: RequestExposure
     ) -> str:
-        began, ended = done.arrived_ns / 1e9, done.ended_ns / 1e9
-        withheld = schedule.withheld(began)
-        inside = schedule.window(began) == schedule.window(ended)
+        share = _share(policy)
+        withheld, inside = self.cycles.end(done.number)
         ttft, tpot = done.ttft_s, done.tpot_s
         window = "withheld" if withheld else "lent"
         if lent and inside:
             self.meter.add(withheld=withheld, ttft_s=ttft, tpot_s=tpot)
-            if met.used and schedule.seconds:
-                self.pool.trial = self.pool.trial.count(withheld=withheld, slow=met.slow)
+            if met.used and self.cycles.draws(share):
+                self.cycles.count(slow=met.slow)
                 outcome = (self.pool.name, window, "false" if met.slow else "true")
                 metrics.child(metrics.TRIAL_OUTCOMES, *outcome).inc()
+        self._end(self.cycles.close(done.ended_ns, share), lent=lent)
         if not lent:
             self.pool.unlent.add(withheld=True, ttft_s=ttft, tpot_s=tpot)
         if ttft is not None:
@@ -250,3 +260,7 @@ class Outcomes:
             # Asked for several times in each step, and the margin moves with finished requests.
             known = self._objective = policy, margin, objective
         return known[2]
+
+
+def _share(policy: PoolPolicy) -> float:
+    return withheld_share(policy.withheld_percent, relative=bool(policy.max_increase_percent))

@@ -26,7 +26,7 @@ class PoolState(ErrorBudget):
     Attributes:
         unlent: latencies of replicas beside which nothing runs.
         judged: what the relative limit was last judged against; empty = not judged.
-        trial: slow requests by lent and withheld window.
+        trial: slow busy periods of lent and of withheld cycles.
         lessons: predictor and margin; a new replica begins with what the others have taught.
         unlent_reserved_ns: GPU time in which nobody borrowed, by the share of the GPU's memory that
             serving did without so that it could be lent.
@@ -63,7 +63,7 @@ class Pools:
                 metrics.ALLOWED_MISSES,
                 metrics.CERTIFICATE_HOLDS,
                 metrics.ADDED_MISSES,
-                metrics.TRIAL_REQUESTS,
+                metrics.TRIAL_PERIODS,
             ):
                 with contextlib.suppress(KeyError):
                     gauge.remove(name)
@@ -92,7 +92,7 @@ class Pools:
         harm = added(pool.trial)
         if harm is not None:
             metrics.ADDED_MISSES.labels(name).set(harm.most)
-            metrics.TRIAL_REQUESTS.labels(name).set(harm.requests)
+            metrics.TRIAL_PERIODS.labels(name).set(harm.periods)
         certificate = pool.lessons.envelope.certificate(
             policy.ttft_milliseconds / 1000,
             policy.percentile,

@@ -20,7 +20,6 @@ from rose_agent.signals.reader import Reader, Readers
 from rose_agent.tap.frames import Watch
 from rose_core.devices.memory import LEAST_ENGINE_BYTES
 from rose_core.guard.compute import ComputeWindow
-from rose_core.guard.crossover import RELATIVE, Schedule
 from rose_core.guard.following import LeaderLease
 from rose_core.guard.gate import GateLimits, ReplicaFacts
 from rose_core.guard.regime import Gaps
@@ -63,7 +62,6 @@ class GuardedReplica:
     pod: ServingPod
     policy: PoolPolicy
     outcomes: Outcomes
-    schedule: Schedule
     limits: SignalLimits
     book: Book
     gaps: Gaps
@@ -95,7 +93,6 @@ class GuardedReplica:
         policy: PoolPolicy,
         *,
         outcomes: Outcomes,
-        schedule: Schedule,
         gate: GateLimits,
         readers: Readers,
     ) -> GuardedReplica:
@@ -105,14 +102,13 @@ class GuardedReplica:
             pod: its pod.
             policy: of its pool.
             outcomes: where its finished requests are learnt from.
-            schedule: of lent and withheld windows.
             gate: periods over which gaps between requests are measured.
             readers: give the reader of its engine's metrics.
         """
         reader = readers.of(pod, policy.engine)
         now_ns = time.monotonic_ns()
         gaps = Gaps(now_ns, reopen_ns=gate.reopen_ns, window_ns=gate.regime_ns)
-        return cls(pod, policy, outcomes, schedule, SignalLimits(), Book(now_ns), gaps, reader)
+        return cls(pod, policy, outcomes, SignalLimits(), Book(now_ns), gaps, reader)
 
     def update(self, pod: ServingPod, policy: PoolPolicy) -> None:
         """Take the present state of the pod and the policy of its pool."""
@@ -213,12 +209,6 @@ class GuardedReplica:
         reading = self.readings.get(source) if source is not None else None
         return reading.worked_ns if reading is not None else 0
 
-    @property
-    def windows(self) -> Schedule:
-        """Which windows are withheld: by the guard's flag, else as a relative limit needs."""
-        wanted = not self.schedule.seconds and self.policy.max_increase_percent
-        return RELATIVE if wanted else self.schedule
-
     def facts(
         self,
         now_ns: int,
@@ -251,8 +241,9 @@ class GuardedReplica:
             memory_pressure=self.view is not None and self.view.budget.pressure,
             device_unfit=self.view is not None and bool(self.view.refusal),
             breaker_open=self.outcomes.pool.breaker.open(now_ns),
-            # A follower's windows are its leader's, where requests are counted: it closes in them.
-            withheld=self.lent and following is None and self.windows.withheld(now_ns / 1e9),
+            # A follower's cycles are its leader's, where requests are counted: it closes in them.
+            withheld=self.outcomes.is_withheld(self.policy, now_ns, lent=self.lent)
+            and following is None,
             idle_share=self.gaps.share(now_ns),
             cool_down_ns=self.gaps.cool_down_ns,
             compute=self._limited(),
@@ -272,7 +263,7 @@ class GuardedReplica:
         self.outcomes.observe(event, at_ns)
         if done is not None:
             others = len(self.book.live)
-            self.outcomes.record(done, self.policy, self.windows, lent=self.lent, others=others)
+            self.outcomes.record(done, self.policy, lent=self.lent, others=others)
 
     def forget(self, now_ns: int) -> None:
         """The tap is gone: nothing is known any more."""
