@@ -6,7 +6,7 @@ has what, and why not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rose_core.api.common import GROUP, VERSION, ApiModel
@@ -82,16 +82,16 @@ KINDS: tuple[Kind, ...] = (
         short="servpool",
         columns=(
             Column("Mode", ".spec.mode"),
-            Column("Pods", ".status.replicas", "integer"),
             Column("Lent", ".status.lentReplicas", "integer"),
             Column("Protected", _condition("ServingProtected", "status")),
             Column("Certified", _condition("LendingCertified", "status")),
             _READY,
             _REASON,
-            _AGE,
+            Column("Pods", ".status.replicas", "integer", wide=True),
             Column("Qualified", ".status.qualifiedReplicas", "integer", wide=True),
             Column("Fresh", _condition("TelemetryFresh", "status"), wide=True),
             Column("Fit", _condition("DevicesFit", "status"), wide=True),
+            replace(_AGE, wide=True),
         ),
         selectable=(".spec.mode", ".spec.engine.kind"),
     ),

@@ -92,7 +92,7 @@ def test_every_field_is_described_and_bounded(kind: Kind) -> None:
 
 # One row of usual cells per kind.
 WIDEST = {
-    "servingpools": "chat-night-0 Observe 128 64 Unknown False LendingEnabled 14d",
+    "servingpools": "chat-night-0 Observe 64 Unknown Unknown False LendingEnabled",
     "rolloutleases": "grpo-main 16 16 16 False NoReplicaQualifies 14d",
     "tenantpolicies": "research-night 1000 10000 -1000 false 14d",
     "rolloutslots": "research-grpo-0a1b2c3d grpo-main Releasing grpo@1.1234 False 14d",
