@@ -341,6 +341,7 @@ LATE: Spec = {"pool": ONE, "rival": {}, "late": True}
 STRONG = {"slots": {"min": 1, "max": 1}, "priority": 5}
 OTHER = {"namespace": "default", "name": "other"}
 
+SLOWER = "maxLatencyIncreasePercent"
 READ, WRITTEN = (f"revenue.perMillion{one}TokensMicros" for one in ("Input", "Output"))
 POOLS: list[tuple[str, Row | Refused]] = [
     ("mode", Row({"mode": "Paused"}, lent, "0123", "")),
@@ -360,10 +361,7 @@ POOLS: list[tuple[str, Row | Refused]] = [
     ),
     ("slo.tpotMilliseconds", Row({"slo.tpotMilliseconds": 50}, guard("tpot_milliseconds"), 0, 50)),
     ("slo.percentile", Row({"slo.percentile": 50}, lent, "", "0123", **RETURNS)),
-    (
-        "maxLatencyIncreasePercent",
-        Row({"maxLatencyIncreasePercent": 5}, guard("max_increase_percent"), 0, 5),
-    ),
+    (SLOWER, Row({SLOWER: 5}, guard("max_increase_percent"), 0, 5)),
     ("withheldPercent", Row({"withheldPercent": 0}, guard("withheld_percent"), 2, 0)),
     ("allowedSignals", Row({"allowedSignals": ["Loads"]}, lent, "0123", "")),
     ("lending.maxReplicasPercent", Row({"lending.maxReplicasPercent": 50}, lent, "0123", "01")),
