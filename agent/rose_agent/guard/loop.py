@@ -197,8 +197,7 @@ class Settings:
 
     Attributes:
         settle_seconds: Ready and stable for this long after a restart before lending resumes.
-        crossover_seconds: length of alternating lent and withheld windows; 0 = pools say how many
-            gaps are withheld.
+        crossover_seconds: length of alternating lent and withheld windows; 0 = pools withhold gaps.
         identity: folder with the node's certificate; None = it has none.
     """
 
@@ -284,7 +283,6 @@ class Guard:
         self.pools = Pools()
         self.host = HostLink(rundir.host_socket, self.step_all)
         self.tap = TapLink(rundir.tap_socket, self)
-        self._chance = SystemRandom().random  # a load that guesses it could choose its cycles
         self.pods: PodSource | None = None
         self.on_transition: Callable[[], None] = _ignore
         self.devices = DeviceWatch(devices, limits=settings.budget)
@@ -692,14 +690,12 @@ class Guard:
             self.tap.resync()
 
     def _make_replica(self, uid: PodUid, pod: ServingPod, policy: PoolPolicy) -> GuardedReplica:
-        pool, breach = self.pools.state(pod.pool), self.blackbox.breach
+        pool, breach, now_ns = self.pools.state(pod.pool), self.blackbox.breach, time.monotonic_ns()
+        cycles = Cycles(Schedule(self.settings.crossover_seconds), SystemRandom().random)
         replica = GuardedReplica.create(
             pod,
             policy,
-            outcomes=Outcomes(
-                *(pod.name, pool, self.recorder, breach, time.monotonic_ns()),
-                cycles=Cycles(Schedule(self.settings.crossover_seconds), self._chance),
-            ),
+            outcomes=Outcomes(pod.name, pool, self.recorder, breach, now_ns, cycles=cycles),
             gate=self.settings.gate,
             readers=self._readers,
         )
