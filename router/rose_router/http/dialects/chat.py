@@ -71,7 +71,12 @@ class Shown(msgspec.Struct):
 
     def tools_shown(self) -> list[object]:
         """A model that is shown tools calls them, and nobody would read the call."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        if self.tool_choice == "none" or not self.tools:
+            return []
+        allowed = _allowed(self.tool_choice)
+        if allowed is None or allowed[0] == "required":  # whose grammar leaves out the others
+            return self.tools
+        return [one for one in self.tools if allowed[1].intersection(_names([one]))]
 
     def variables(self) -> dict[str, Any]:
         """What the template gets beside the conversation."""
@@ -279,15 +284,20 @@ def forced_by(body: Mapping[str, Any]) -> tuple[str, ...] | None:
     if asked in (None, "auto", "none"):
         return None
     names = tuple(_names(body.get("tools")))
+    allowed = _allowed(asked)
+    if allowed is not None and allowed[0] == "auto" and allowed[1].intersection(names):
+        return None
     match asked:
         case "required":
             chosen = names
+        case _ if allowed is not None:
+            chosen = tuple(one for one in names if one in allowed[1])
         case {"type": "function", "function": {"name": str(name)}}:
             chosen = tuple(one for one in names if one == name)
         case _:
             message = (
-                "tool_choice: expected auto, none, required or {type: function, function: {name}}, "
-                f"got {shown(asked)}"
+                "tool_choice: expected auto, none, required, {type: function, function: {name}} or "
+                f"{{type: allowed_tools, allowed_tools: {{mode, tools}}}}, got {shown(asked)}"
             )
             raise InvalidTurn(message)
     if not chosen:
@@ -297,6 +307,17 @@ def forced_by(body: Mapping[str, Any]) -> tuple[str, ...] | None:
         message = "tool_choice: a forced call and a response_format exclude each other"
         raise InvalidTurn(message)
     return chosen
+
+
+def _allowed(choice: object) -> tuple[str, frozenset[str]] | None:
+    """OpenAI's ``allowed_tools``: whether one must be called, and names; ``None`` = no such."""
+    match choice:
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)},
+        }:
+            return mode, frozenset(_names(tools))
+    return None
 
 
 def schema_of(body: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -297,6 +297,14 @@ def _tool(one: ToolDefinition) -> dict[str, Any]:
 def _choice(asked: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if isinstance(asked, dict) and _string(asked.get("type")) in {"function", "custom"}:
         return {"type": "function", "function": {"name": asked.get("name")}}
+    match asked:
+        case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
+            named = [one.get("name") for one in tools if isinstance(one, dict)]
+            functions = [{"type": "function", "function": {"name": one}} for one in named]
+            return {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": functions},
+            }
     return asked
 
 
