@@ -8,14 +8,13 @@ box (interleaved shards, partial sums) are refused by name.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as Along
 
 from rose_core.delta import TensorSpec, TileBox
 from rose_core.delta.bits import Bits
@@ -23,6 +22,13 @@ from rose_core.delta.parts import PartBuilder
 from rose_core.delta.tiles import as_matrix
 from rose_trainer.errors import BadState
 from rose_trainer.staging import DTYPE_NAMES, bits_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+# Slow to import, and whoever holds a ``DTensor`` has imported it.
+_DTENSORS = "torch.distributed.tensor"
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ def shards_of(
             )
             raise BadState(message)
         spec = TensorSpec(name, dtype_name, tuple(tensor.shape))
-        if isinstance(tensor, DTensor):
+        if _is_sharded(tensor):
             found.append(_sharded(spec, tensor, kind))
         else:
             rows, columns = as_matrix(spec.shape)
@@ -135,7 +141,14 @@ def shards_of(
     return found
 
 
+def _is_sharded(tensor: torch.Tensor) -> TypeIs[DTensor]:
+    module = sys.modules.get(_DTENSORS)
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def _sharded(spec: TensorSpec, tensor: DTensor, kind: torch.dtype) -> Shard:
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415  # see _DTENSORS
+
     rows, columns = as_matrix(spec.shape)
     spans = {"rows": (0, rows, rows), "columns": (0, columns, columns)}
     place: list[int] = list(tensor.device_mesh.get_coordinate() or [])
@@ -162,6 +175,8 @@ def _sharded(spec: TensorSpec, tensor: DTensor, kind: torch.dtype) -> Shard:
 
 def _axis(spec: TensorSpec, placement: object) -> tuple[str, int]:
     """Rows or columns of the matrix, and how many of them one index of the dimension is."""
+    from torch.distributed.tensor import Shard as Along  # noqa: PLC0415  # see _DTENSORS
+
     dimensions = len(spec.shape)
     if type(placement) is Along:
         dimension = placement.dim % max(dimensions, 1)
