@@ -138,6 +138,7 @@ _RECORDS = tuple(
 )
 _TEAMS = (CallerParty.TRAINER,)
 _P, _L = CallerParty, Listener
+_BELOW = "also below `/s/NAME`, as of that session"
 
 RULES: tuple[AccessRule, ...] = (
     AccessRule(
@@ -159,14 +160,14 @@ RULES: tuple[AccessRule, ...] = (
         (_P.OPERATOR,),
     ),
     AccessRule(_L.ROUTER, (*_PAGES, *_PROBES, "GET /readiness"), (_P.ANYBODY,)),
-    AccessRule(_L.ROUTER, _TURNS, (*_TEAMS, _P.HARNESS)),
+    AccessRule(_L.ROUTER, _TURNS, (*_TEAMS, _P.HARNESS), _BELOW),
     AccessRule(
         _L.ROUTER,
         ("POST /abort_request",),
         (*_TEAMS, _P.HARNESS),
-        "a turn by its id; all of the lease: the trainer alone",
+        f"a turn by its id; all of the lease: the trainer alone; {_BELOW}",
     ),
-    AccessRule(_L.ROUTER, _FACADE, (*_TEAMS, _P.HARNESS)),
+    AccessRule(_L.ROUTER, _FACADE, (*_TEAMS, _P.HARNESS), _BELOW),
     AccessRule(_L.ROUTER, _PUSHES, _TEAMS),
     AccessRule(
         _L.ROUTER, ("GET /trajectories", "POST /trajectories", "GET /turns", "GET /engines"), _TEAMS

@@ -190,10 +190,8 @@ async def running(
         )
         runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
         await runner.setup()
-        if runner.server is None:
-            raise RuntimeError("aiohttp made no server")
         connection = choose_protocol(
-            *(runner.server, application[WHOLE_ROUTES]),
+            *(_manager_of(runner), application[WHOLE_ROUTES]),
             loop=asyncio.get_running_loop(),
             access_log=None,
             max_line_size=HEAD_BYTES,
@@ -227,6 +225,14 @@ async def running(
             connections.close()
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)
+
+
+def _manager_of(runner: web.AppRunner) -> web.Server:
+    """What answers the connections of an application that was set up."""
+    if runner.server is None:
+        raise RuntimeError("aiohttp made no server")
+    runner.server.request_handler = app.below_sessions(runner.server.request_handler)
+    return runner.server
 
 
 def spare_collections() -> None:

@@ -337,6 +337,10 @@ async def drift(stage: Stage) -> list[float]:
         ({}, {"prompt_cache_key": UUID}, "prompt_cache_key", UUID),
         ({}, {"prompt_cache_key": "my-app"}, "rid", None),
         ({}, {"user": "everybody"}, "rid", None),
+        ({}, {"metadata": {"user_id": UUID}}, "rid", None),
+        ({}, {"metadata": {"user_id": f"user_1_account_{UUID}"}}, "rid", None),
+        ({}, {"metadata": {"user_id": f"a_{UUID}_session_{UUID}"}}, "metadata.user_id", None),
+        ({}, {"metadata": {"user_id": f'{{"session_id":"{UUID}"}}'}}, "metadata.user_id", None),
     ],
 )
 async def test_a_session_is_known_by_what_harnesses_send(

@@ -142,6 +142,23 @@ async def test_a_trajectory_has_one_home_wherever_its_turns_arrive(
             assert await reply.json() == {"unknown": ["?"]}
 
 
+async def test_a_session_in_a_url_has_one_home_wherever_its_turns_arrive(
+    pair: Callable[..., AbstractAsyncContextManager[list[Stage]]],
+) -> None:
+    async with pair(tokenizer=folder()) as (one, two):
+        await one.engine("e", cap=8)
+        await known(two, "e", 4)
+        key = key_of("two")
+        for s in (one, two):
+            body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 4}
+            async with s.post(f"/s/{key}/v1/messages", body) as reply:
+                assert (await reply.json())["rose"]["session_by"] == "X-Rose-Session"
+        assert two.router.service.ledger.totals.turns == 2
+        rows = [(await s.get(f"/sessions/{key}/rows"))["rows"] for s in (one, two)]
+    assert rows[0] == rows[1]
+    assert sum(len(row["turns"]) for row in rows[0]) == 2
+
+
 async def test_a_long_prompt_is_decoded_by_its_home_alone(
     pair: Callable[[], AbstractAsyncContextManager[list[Stage]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,19 +18,27 @@
 | GET /engines, /turns | state, for people and dashboards |
 | POST /finish_session | a trajectory comes back no more |
 | GET /metrics, /healthz | as every process of ROSE |
+| /s/{session}/... | a harness's routes, as requests of that session (``below_sessions``) |
 """
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
+from multidict import CIMultiDict
+from yarl import URL
 
+from rose_core import rights
+from rose_core.rights import CallerParty, Listener
 from rose_core.rollouts.conversations.message_tree import MessageTree
 from rose_core.rollouts.errors import (
     InvalidTurn,
@@ -53,6 +61,7 @@ from rose_router.http.admission.bodies import (
 )
 from rose_router.http.admission.memory import MemoryLimiter, limit_of_process
 from rose_router.http.conversations.stored_responses import StoredResponses
+from rose_router.http.dialects.common import SESSION_HEADERS, SESSION_OF_URL
 from rose_router.http.replies import message_replies, response_replies
 from rose_router.http.routes import (
     batches,
@@ -83,6 +92,13 @@ _OF_TURNS = (
     "/inference/v1/generate",
 )
 """What is asked turn after turn."""
+_SESSION_URLS = "/s/"
+"""Before a session's name in a path: what stands there is short, for harnesses show their URL."""
+_BELOW_SESSIONS = rights.paths(rights.allowed(Listener.ROUTER, CallerParty.HARNESS))
+"""What a harness may ask for. Whoever closes a path in front of the router has closed it."""
+_MODEL = "/v1/models/"  # of those the one with a variable
+# What no header's value has: a name in a URL is none that a header could not say.
+_NO_NAME = re.compile("[\x00-\x1f\x7f\ud800-\udfff]")
 # Of the memory that the process may have, each: tokens sampled under messages, the objects of their
 # turns, conversations behind responses. Requests leave more than that free (``memory.PART``).
 _KEPT_PART = 1 / 16
@@ -174,6 +190,48 @@ def create(
     )
     app[WHOLE_ROUTES] = resolve(app, _OF_TURNS)
     return app
+
+
+Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def below_sessions(answer: Answer) -> Answer:
+    """The same for requests to a session's URL, which come to it as if a header named the session.
+
+    A harness of which only base URL and key can be set says so whose turn it is.
+
+    Args:
+        answer: to requests, before anything of them was looked at. Those that are answered past it
+            (``whole_requests``) have a route's own path.
+    """
+
+    def named(request: web.BaseRequest) -> Awaitable[web.StreamResponse]:
+        if request.raw_path.startswith(_SESSION_URLS):
+            request = _of_session(request)
+        return answer(request)
+
+    return named
+
+
+def _of_session(request: web.BaseRequest) -> web.BaseRequest:
+    """A request to a session's URL, without that; the same where it is none, for which is a 404."""
+    path, _, _ = request.raw_path.partition("?")
+    segment, _, _ = path.removeprefix(_SESSION_URLS).partition("/")
+    begin = len(_SESSION_URLS) + len(segment)
+    name, below = unquote(segment, errors="surrogateescape").strip(" "), path[begin:]
+    if not name or _NO_NAME.search(name):
+        return request
+    if below not in _BELOW_SESSIONS and not below.startswith(_MODEL):
+        return request
+    headers = CIMultiDict(
+        # A clone's are text. What is none stands in no header that the router reads.
+        (key, value.encode("utf-8", "replace").decode())
+        for key, value in request.headers.items()
+    )
+    for other in SESSION_HEADERS:  # a harness's own: the URL is what its trainer has set
+        headers.popall(other, None)
+    headers[SESSION_OF_URL] = name
+    return request.clone(rel_url=URL(request.raw_path[begin:], encoded=True), headers=headers)
 
 
 def error_response(error: Exception, path: str = "") -> web.Response:

@@ -18,6 +18,8 @@ from rose_router.http.tokenizer.tokenization import Tokenizer
 
 # Header names of the trainers' session keys, first match wins.
 SESSION_HEADERS = ("X-Session-ID", "X-SMG-Routing-Key", "X-Rose-Session")
+SESSION_OF_URL = "X-Rose-Session"
+"""Which of them says what stands in a request's URL."""
 SESSION_FIELDS = ("session_id", "routing_key")
 # Where agents' harnesses put theirs, without having been told to; first match wins.
 _HARNESS_HEADERS = ("session-id", "session_id", "X-Claude-Code-Session-Id", "conversation_id")
@@ -28,11 +30,13 @@ _ROSE_HEADERS = (
 )
 _ALL_HEADERS = frozenset(map(str.lower, (*SESSION_HEADERS, *_HARNESS_HEADERS, *_ROSE_HEADERS)))
 _NO_HEADERS: Mapping[str, str] = {}
-# A cache key or a user may be the same for all of a harness's trajectories: one that has a UUID in
-# it is not. ``user`` is never one: that is whom a harness serves.
-_UUID = re.compile(
-    r"[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}", re.IGNORECASE
-)
+# A cache key may be the same for all of a harness's trajectories: one that has a UUID in it is not.
+# ``user`` is never one: that is whom a harness serves.
+_HEX = r"[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}"
+_UUID = re.compile(_HEX, re.IGNORECASE)
+# A UUID in ``metadata.user_id`` may be the user's, as Anthropic asks for. Claude Code's has the
+# session's behind it: ``user_..._session_UUID``, or JSON with a ``session_id``.
+_SESSION_UUID = re.compile(r"session(?:_id)?[^0-9a-z]{1,8}" + _HEX, re.IGNORECASE)
 
 # Said about a request and not about its answer: read here or nowhere, and never sent on.
 WITHOUT_EFFECT = frozenset(
@@ -308,11 +312,11 @@ def _of_harness(asked: Hinted, headers: Mapping[str, str]) -> Iterator[tuple[str
     more = asked.metadata if isinstance(asked.metadata, dict) else {}
     yield from ((f"metadata.{name}", more.get(name)) for name in _METADATA)
     perhaps = (
-        ("prompt_cache_key", asked.prompt_cache_key),
-        ("conversation_id", asked.conversation_id),
-        ("metadata.user_id", more.get("user_id")),
+        ("prompt_cache_key", asked.prompt_cache_key, _UUID),
+        ("conversation_id", asked.conversation_id, _UUID),
+        ("metadata.user_id", more.get("user_id"), _SESSION_UUID),
     )
-    yield from ((name, value) for name, value in perhaps if value and _UUID.search(str(value)))
+    yield from ((name, value) for name, value, key in perhaps if value and key.search(str(value)))
 
 
 def _key(value: object, name: str) -> str:
