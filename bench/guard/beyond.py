@@ -84,7 +84,7 @@ class Look(msgspec.Struct):
     Attributes:
         part: the same for all looks of some four minutes of one run, whose requests are compared.
         unclear: requests that met a shut gate in a lent window or one that had only just shut.
-        lost: requests that the guard's records do not have, or without a TTFT.
+        lost: requests that the guard's records do not have, without a TTFT, or that failed.
         strangers: share of the machine that processes other than the benchmark's used.
     """
 
@@ -218,7 +218,11 @@ def figures_of(looks: Sequence[Look]) -> list[Figure]:
         *_computed(found),
         *_promised(looks),
         figure("requests not compared: gate only just shut", sum(x.unclear for x in looks), "1"),
-        figure("requests that the guard's records lack", sum(x.lost for x in looks), "1"),
+        figure(
+            "requests that failed, or that the guard's records lack",
+            sum(x.lost for x in looks),
+            "1",
+        ),
         figure(
             "open gates without a stop",
             sum(one.lent and one.stop_s is None for one in found.requests),

@@ -320,23 +320,32 @@ async def _certificate(node: Bench) -> Certificate | None:
     return next((one.certificate for one in page.pools if one.pool == POOL), None)
 
 
-async def _look(client: Client) -> list[Asked]:
-    ends, asked = time.monotonic() + _LOOK_S, []
+async def _look(client: Client) -> tuple[list[Asked], int]:
+    """Send for one look; the requests, and how many have failed."""
+    ends, asked, failed = time.monotonic() + _LOOK_S, [], 0
     while time.monotonic() < ends:
-        asked.append(await client.send())
-    return asked
+        try:
+            asked.append(await client.send())
+        except* aiohttp.ClientError:  # a machine that stalls for seconds loses connections
+            failed += 1
+    return asked, failed
 
 
 async def _count(node: Bench, run: float, seconds: float) -> None:
     """Send requests until the time is up, and write down what they say."""
     reader, counter, began = Reader(), Counter(), time.monotonic()
     ends, since_ns = began + seconds, time.monotonic_ns()
-    async with aiohttp.ClientSession() as http, contextlib.AsyncExitStack() as closing:
+    # Idle connections end before the engine closes them (5 s).
+    idle = aiohttp.TCPConnector(keepalive_timeout=2.0)
+    async with (
+        aiohttp.ClientSession(connector=idle) as http,
+        contextlib.AsyncExitStack() as closing,
+    ):
         client = Client(http, node, random.Random(run))  # a load's randomness
         closing.callback(client.close)
         while time.monotonic() < ends:
             part, used = (time.monotonic() - began) // _PART_S, cpu_usage()
-            asked = await _look(client)
+            asked, failed = await _look(client)
             others = strangers(used, cpu_usage())
             await asyncio.sleep(_REST_S)
             until_ns = time.monotonic_ns()
@@ -345,6 +354,7 @@ async def _count(node: Bench, run: float, seconds: float) -> None:
             since_ns = until_ns
             look = reader.read(entries, asked)
             alone = [one.ttft_s for one in look.requests if not one.lent]
+            look.lost += failed
             look.part, look.strangers = run + part * _PART_S, others
             look.load = os.getloadavg()[0]
             look.promised = counter.take(await _certificate(node), alone)
