@@ -318,8 +318,9 @@ def _causes(one: Result) -> str:
     text = (
         "\nThose that are computed, by who has computed their keys before: nobody, engines with "
         "older weights alone, this engine (which gave them up for room), another of its node, one "
-        "of another node; and those that the pool has and that are computed as quickly.\n\n"
-        "| derate | slower | regime | new | new weights | room | node | elsewhere | as quickly |\n"
+        "of another node; and those that the pool has, which are computed as quickly or by an "
+        "engine that has not measured a pull yet.\n\n"
+        "| derate | slower | regime | new | new weights | room | node | elsewhere | in the pool |\n"
         "|---|---|---|---|---|---|---|---|---|\n"
     )
     order = (Cause.NEW, Cause.WEIGHTS, Cause.ROOM, Cause.NODE, Cause.ELSEWHERE, Cause.UNFETCHED)

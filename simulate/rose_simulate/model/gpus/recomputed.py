@@ -6,7 +6,7 @@ that holds of them:
 
 | cause | the keys of these tokens |
 |---|---|
-| ``UNFETCHED`` | are in the job's tier, and to compute them is as quick |
+| ``UNFETCHED`` | are in the job's tier; computed as quickly, or nothing is measured yet |
 | ``ROOM`` | this engine has had, and gave up for room |
 | ``NODE`` | another engine of its node has made |
 | ``ELSEWHERE`` | an engine of another node has made |
