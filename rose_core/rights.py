@@ -179,7 +179,12 @@ RULES: tuple[AccessRule, ...] = (
         _TEAMS,
         "of the job that the token names",
     ),
-    AccessRule(_L.ROUTER, ("GET /sessions/{key}/rows",), _TEAMS, "of the job that the token names"),
+    AccessRule(
+        _L.ROUTER,
+        ("GET /sessions", "GET /sessions/{key}/rows"),
+        _TEAMS,
+        "of the job that the token names",
+    ),
     AccessRule(_L.ROUTER, _NOT_HERE, _TEAMS, "answered with what to use instead"),
     AccessRule(
         _L.ROUTER, ("/rose.v1.Router/Attach",), (_P.NODE, _P.ROUTER), "engines of this lease"

@@ -155,6 +155,11 @@ async def test_a_session_in_a_url_has_one_home_wherever_its_turns_arrive(
                 assert (await reply.json())["rose"]["session_by"] == "X-Rose-Session"
         assert two.router.service.ledger.totals.turns == 2
         rows = [(await s.get(f"/sessions/{key}/rows"))["rows"] for s in (one, two)]
+        lists = [await s.get("/sessions") for s in (one, two)]
+        async with one.http.head(one.url + "/sessions") as reply:
+            assert reply.status == 200
+    assert [one["session"] for one in lists[0]["sessions"]] == [key]
+    assert lists[0] == lists[1]
     assert rows[0] == rows[1]
     assert sum(len(row["turns"]) for row in rows[0]) == 2
 

@@ -151,3 +151,34 @@ async def test_a_refusal_below_a_session_is_in_the_routes_own_words(stage: Make)
                     answers.append((reply.status, await reply.json()))
             assert answers[0] == answers[1]
             assert answers[0][0] == 400
+
+
+async def test_sessions_are_listed_with_what_they_are_known_by(
+    stage: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stage(tokenizer=folder()) as s:
+        await s.engine(script=Follows())
+        nobody = await s.get("/sessions")
+        await played(s, "")
+        await played(s, "/s/run")
+        await ask(s, "/v1/responses", {"input": "go", "session_id": "said"})
+        await ask(
+            s, "/v1/responses", {"input": "go", "rose": {"job": "other", "session": "theirs"}}
+        )
+        await ask(s, "/v1/responses", {"input": "go", "rose": {"record": False, "session": "off"}})
+        first = (await s.get("/turns"))["recent"][0]["id"]
+        found = await s.get("/sessions")
+        async with s.http.get(s.url + "/sessions", headers={"X-Rose-Job": "other"}) as reply:
+            theirs = (await reply.json())["sessions"]
+        rows = [
+            (await s.get(f"/sessions/{one['session']}/rows"))["rows"] for one in found["sessions"]
+        ]
+        monkeypatch.setattr("rose_router.http.routes.rows._MOST_SESSIONS", 2)
+        fewer = await s.get("/sessions")
+    assert nobody == {"sessions": [], "left_out": 0}
+    told = [(one["session"], one["session_by"], one["turns"]) for one in found["sessions"]]
+    assert told == [("said", "session_id", 1), ("run", "X-Rose-Session", 3), (first, "rid", 3)]
+    assert found["sessions"][-1]["first_turn"] == first
+    assert [one["session"] for one in theirs] == ["theirs"]
+    assert [sum(len(row["turns"]) for row in one) for one in rows] == [1, 3, 3]
+    assert fewer == {"sessions": found["sessions"][:2], "left_out": 1}

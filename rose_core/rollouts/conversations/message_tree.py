@@ -238,6 +238,23 @@ class SessionRows(Iterable[TrainingRow]):
         return max((_routed(node) for node in self.last), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class KeptSession:
+    """What is told of a session beside its rows.
+
+    Attributes:
+        key: its caller's name for it, or its first turn's id.
+        by: what said so in its first turn; empty = it began as another's: it is a fork.
+        first: id of its first turn.
+        turns: that are kept.
+    """
+
+    key: str
+    by: str
+    first: str
+    turns: int
+
+
 @dataclass(slots=True)
 class _Session:
     """Turns of a session, in the order in which they ended.
@@ -246,6 +263,7 @@ class _Session:
         known: the same by id and what was said.
         seen: digests of all messages.
         roots: what stands before its conversations.
+        by: see ``KeptSession``.
     """
 
     nodes: list[TurnNode] = field(default_factory=list)
@@ -253,6 +271,7 @@ class _Session:
     seen: set[Digest] = field(default_factory=set)
     roots: set[bytes] = field(default_factory=set)
     tokens: int = 0
+    by: str = ""
 
 
 class MessageTree:
@@ -360,6 +379,7 @@ class MessageTree:
         finish: str = "stop",
         semantics: str = "",
         routing: Routing | None = None,
+        by: str = "",
     ) -> TurnNode:
         """A turn has ended.
 
@@ -375,13 +395,14 @@ class MessageTree:
             finish: why it ended.
             semantics: of the log-probs.
             routing: experts of the conversation from its first token on.
+            by: what said whose it is.
         """
         parent = match.node
         before = parent.total if parent is not None else 0
         # A conversation may be an answer's beginning alone: nothing then stands before it.
         said = match.digests[-1] if match.digests else _linked(b"", match.root)
         digest = _linked(said, fingerprint(answer))
-        session = self._sessions.setdefault(owner, _Session())
+        session = self._sessions.setdefault(owner, _Session(by=by))
         self._sessions.move_to_end(owner)
         if (found := session.known.get((rid, digest))) is not None:
             return found  # its caller asked for the same turn again
@@ -423,6 +444,15 @@ class MessageTree:
         session = self._sessions.get(owner)
         nodes = session.nodes if session is not None else ()
         return SessionRows(tuple(node for node in nodes if not node.children))
+
+    def sessions(self, job: str, most: int) -> tuple[list[KeptSession], int]:
+        """A job's sessions, the last used first, and how many more than ``most`` it has."""
+        mine = [(key, one) for (of, key), one in self._sessions.items() if of == job and one.nodes]
+        told = [
+            KeptSession(key, one.by, one.nodes[0].rid, len(one.nodes))
+            for key, one in mine[: -most - 1 : -1]
+        ]
+        return told, len(mine) - len(told)
 
     def last_before(self, owner: Owner, ids: Sequence[int]) -> TurnNode | None:
         """The last turn of a session whose ids, to its end, are a beginning of those given."""

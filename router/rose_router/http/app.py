@@ -6,6 +6,7 @@
 | POST /v1/completions, /v1/chat/completions | OpenAI's, with token ids |
 | POST /v1/messages, /v1/messages/count_tokens | Anthropic's, for agents' harnesses |
 | POST /v1/responses | OpenAI's, with and without ``previous_response_id`` |
+| GET /sessions | sessions of chats, messages and responses whose turns are kept |
 | GET /sessions/{key}/rows | training rows of such a session, exact to the token |
 | POST /tokenize, /detokenize | text or a conversation as token ids, and back |
 | POST /inference/v1/generate | vLLM's, token ids only |

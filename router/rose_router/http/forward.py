@@ -5,6 +5,7 @@
 | a turn with a session key or an id | the home of its trajectory; if that is lost, the next one |
 | a conversation without | the home of how it begins: later turns begin so too |
 | a response's successor, rows of a session | here; if they are unknown here, whoever knows them |
+| a list of sessions | everywhere; each session is told once |
 | a turn without | here; elsewhere when this replica is leaving |
 | abort, pause, continue, pull, end of a session | here and every other replica |
 | a fork or a restore | here; the others are told of the sessions that it made |
@@ -49,6 +50,7 @@ _EVERYWHERE = frozenset(
     {"/abort_request", "/pause_generation", "/pause", "/continue_generation", "/resume"}
     | {"/trajectories", "/pull_weights", "/finish_session"}
 )
+_SESSIONS = "/sessions"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -66,7 +68,9 @@ def middleware(peers: Peers, session: aiohttp.ClientSession) -> Middleware:
             pass_on = _answer_then_forward if request.method == "POST" else _where_known
             return await pass_on(request, handler, peers, session)
         if request.method != "POST":
-            return await handler(request)
+            listing = request.method == "GET" and request.path == _SESSIONS
+            pages = _sessions_of_all(request, handler, peers, session) if listing else None
+            return await (pages or handler(request))
         if request.path in _EVERYWHERE:
             return await _answer_everywhere(request, handler, peers, session)
         if request.path in _TURNS:
@@ -89,6 +93,24 @@ async def _where_known(
             if answer is not None and answer.status != 404:
                 return answer
         raise
+
+
+async def _sessions_of_all(
+    request: web.Request, handler: Handler, peers: Peers, session: aiohttp.ClientSession
+) -> web.StreamResponse:
+    """This replica's sessions, then what the others have besides."""
+    ours = await handler(request)
+    asked = (_passed_on(request, peer, peers, session) for peer in peers.others)
+    told: dict[str, Any] = {}
+    left_out = 0
+    for answer in (ours, *await asyncio.gather(*asked)):
+        body = answer.body if isinstance(answer, web.Response) and answer.status == 200 else None
+        page = msgspec.json.decode(body) if isinstance(body, bytes) else {}  # lost, or of before
+        left_out += page.get("left_out", 0)
+        for one in page.get("sessions", ()):
+            told.setdefault(one["session"], one)
+    whole = msgspec.json.encode({"sessions": list(told.values()), "left_out": left_out})
+    return web.Response(body=whole, content_type="application/json")
 
 
 async def _passed_on(

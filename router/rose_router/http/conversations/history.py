@@ -154,6 +154,8 @@ class History:
         turn: Turn,
         answer: Message,
         semantics: str,
+        *,
+        by: str,
     ) -> None:
         """A turn of the conversation is over.
 
@@ -163,6 +165,7 @@ class History:
             turn: the turn.
             answer: the assistant's message as its caller will send it back.
             semantics: which distribution its log-probs belong to.
+            by: what says whose it is.
         """
         shown, finish = turn.shown(), str((turn.finish or {}).get("type", ""))
         if not shown.tokens or turn.abandoned or finish in _UNFINISHED:
@@ -182,6 +185,7 @@ class History:
             finish=finish,
             semantics=semantics,
             routing=routing_of(turn),
+            by=by,
         )
 
 

@@ -1,5 +1,7 @@
 """``GET /sessions/{key}/rows``: what a trainer learns from a session of an agent's harness.
 
+``GET /sessions`` tells which there are, for trainers whose harnesses told them no key.
+
 A row is a conversation from its first token to a last turn; turns that went on from each other are
 one row. Sub-agents, retries and condensed histories are rows of their own. Every sampled token has
 mask 1 in one row only, so that none is learnt from twice.
@@ -42,6 +44,9 @@ _SLICE = 2048
 """Tokens of a list that become JSON at a time: their log-probs are 40 KB."""
 _TURNS = 256
 """Turns or spans, about as long."""
+_MOST_SESSIONS = 1000
+"""Told at a time: more runs than that no trainer has asked for at once, and with the longest keys
+they are a megabyte."""
 _ROUTED = 3 << 13
 """Bytes of experts; three of them are four of base64."""
 
@@ -51,16 +56,29 @@ _encode = msgspec.json.Encoder().encode
 
 
 def routes(tree: MessageTree, service: Service) -> list[web.RouteDef]:
-    """The page over a tree."""
+    """The pages over a tree."""
+
+    def job_of(request: web.Request) -> str:
+        return caller_of(request).job or Hints({}, request.headers).job
+
+    async def sessions(request: web.Request) -> web.Response:
+        found, left_out = tree.sessions(job_of(request), _MOST_SESSIONS)
+        told = [
+            {"session": one.key, "session_by": one.by or None, "first_turn": one.first}
+            | {"turns": one.turns}
+            for one in found
+        ]
+        body = _encode({"sessions": told, "left_out": left_out})
+        return web.Response(body=body, content_type="application/json")
 
     async def rows(request: web.Request) -> web.StreamResponse:
         key = request.match_info["key"]
-        job = caller_of(request).job or Hints({}, request.headers).job
+        job = job_of(request)
         found = tree.rows((job, key))
         if not found:
             message = (
                 f"no turn of session {key!r:.80} is kept here: only chats, messages and responses "
-                "are, once their turn is over; GET /turns shows sessions"
+                "are, once their turn is over; GET /sessions lists them"
             )
             raise NotFound("UnknownSession", message)
         if (room := request.get(ROOM)) is not None:
@@ -73,7 +91,7 @@ def routes(tree: MessageTree, service: Service) -> list[web.RouteDef]:
         await response.write_eof()
         return response
 
-    return [web.get("/sessions/{key}/rows", rows)]
+    return [web.get("/sessions", sessions), web.get("/sessions/{key}/rows", rows)]
 
 
 def pieces(key: str, rows: Iterable[TrainingRow], labels: dict[str, str]) -> Iterator[bytes]:

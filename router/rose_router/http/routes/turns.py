@@ -403,7 +403,8 @@ class TurnHandlers:
             return
         owner = turn.request.job, ask.session or turn.request.rid
         semantics = parts.rose_json(turn, turn.shown().spans)["logprob_semantics"]
-        history.note(ask.conversation, owner, turn, answer, semantics)
+        by = ask.session_by or "rid"
+        history.note(ask.conversation, owner, turn, answer, semantics, by=by)
         match = ask.conversation.match
         if match.altered_at is not None:
             metrics.HISTORY_ALTERED.inc()
