@@ -198,10 +198,6 @@ def _added(found: ReplicaYield, late: set[int], slo_ms: float) -> int:
     return len({one.number for one in found.requests if one.ttft_s * 1e3 > slo_ms} - late)
 
 
-if __name__ == "__main__":
-    main()
-
-
 @dataclass(frozen=True)
 class Train:
     """Requests after an idle time: seconds before each, tokens of its prompt and its answer."""
@@ -421,3 +417,7 @@ def _changed(schedule: Schedule, draw: random.Random) -> Schedule:
                 requests[number : number + 1] = _requests(draw.randint(1, 2), draw)
             trains[place] = replace(train, requests=tuple(requests[: 2 * _LENGTH]))
     return tuple(trains)
+
+
+if __name__ == "__main__":
+    main()
