@@ -158,10 +158,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 @dataclass(frozen=True)
 class Size:
     """A fleet's size: services of each kind, replicas of each; jobs, engines of each."""
@@ -246,3 +242,7 @@ def sized(whole: FleetScenario, size: Size) -> FleetScenario:
     job = job.model_copy(update=changes | {"batch_groups": groups})
     jobs = whole.jobs.model_copy(update={"count": size.jobs, "job": job})
     return whole.model_copy(update={"services": tuple(kinds), "jobs": jobs})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -381,3 +381,14 @@ def test_python_files_stay_one_thing() -> None:
         and (lines := len((ROOT / path).read_text().splitlines())) > 800
     }
     assert not long, f"is each of these one thing? {long}"
+
+
+def test_a_module_runs_after_all_of_it_is_defined() -> None:
+    early = []
+    for path in TRACKED:
+        if path.endswith(".py") and (ROOT / path).exists():
+            text = (ROOT / path).read_text()
+            above = ast.parse(text).body[:-1] if "__main__" in text else []
+            calls = (ast.unparse(one.test) for one in above if isinstance(one, ast.If))
+            early += [path for test in calls if test == "__name__ == '__main__'"]
+    assert not early, "what stands below is not there yet when main runs"
