@@ -21,7 +21,7 @@ from bench.tap.traffic import Seen
 from bench.tap.watcher import Listener, Watched, tap_process
 from rose_agent.signals import verify
 from rose_agent.signals.http import EngineReader
-from rose_agent.tap.frames import Watch
+from rose_agent.tap.frames import TapWatch
 from rose_core.identity import PodUid
 from rose_core.telemetry.verify import SignalVerification
 from rose_dev.waiting import until
@@ -103,7 +103,7 @@ async def against(url: str, model: str, engine: str, requests: int, aborts: int)
     """
     port = urlsplit(url).port or 80
     with tempfile.TemporaryDirectory(prefix="rose") as folder:
-        watch = Watch(PodUid("engine"), 0, port, interfaces=("lo",))
+        watch = TapWatch(PodUid("engine"), 0, port, interfaces=("lo",))
         # Unsampled: sampled token counts are estimates, and here every one is compared.
         async with tap_process(Path(folder), watch, "--sample-from", "0") as (listener, _):
             async with _reading(listener), aiohttp.ClientSession() as http:

@@ -15,7 +15,7 @@ import psutil
 
 from bench.tap.traffic import Order, Seen
 from rose_agent.tap import frames
-from rose_agent.tap.frames import Watch
+from rose_agent.tap.frames import TapWatch
 from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.events import Arrived, Health, TapEvent
@@ -146,7 +146,7 @@ async def process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
 
 @contextlib.asynccontextmanager
 async def tap_process(
-    folder: Path, watch: Watch, *more: str
+    folder: Path, watch: TapWatch, *more: str
 ) -> AsyncIterator[tuple[Listener, psutil.Process]]:
     """Start ``rose tap``, let it follow one replica, and listen; with its parser's process."""
     run = ("-m", "rose_cli.main", "tap", "--rundir", str(folder), "--http-host", "127.0.0.1")
@@ -167,7 +167,7 @@ async def watching(folder: Path, *more: str) -> AsyncIterator[Watcher]:
     async with process("-m", "bench.tap.traffic") as traffic:
         assert traffic.stdout is not None  # noqa: S101  # piped
         port = int((await traffic.stdout.readline()).split()[1])
-        watch = Watch(PodUid("bench"), traffic.pid, port)
+        watch = TapWatch(PodUid("bench"), traffic.pid, port)
         async with tap_process(folder, watch, *more) as (listener, parser):
             listener.by(lambda done: done.path)
             yield Watcher(traffic, parser, listener)

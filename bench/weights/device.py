@@ -22,7 +22,7 @@ import torch
 from rose_core.delta.digest import Digest, digest_run, total
 from rose_engines.ondevice import device_digest
 from rose_engines.tensors.parameters import DeviceTensor
-from rose_engines.weights.fused_scatter import FusedScatter, Staged, lane_of
+from rose_engines.weights.fused_scatter import FusedScatter, StagedScatter, lane_of
 
 SIZES = {"8B": 8_000_000_000, "32B": 32_000_000_000}
 SHARE = 0.01
@@ -51,7 +51,8 @@ def measure(elements: int, device: str) -> dict[str, Any]:
 
     live = {tensor.name: tensor for tensor in tensors}
     staged = (
-        Staged(name, where, new, new) for name, (where, new) in zip(live, changes, strict=True)
+        StagedScatter(name, where, new, new)
+        for name, (where, new) in zip(live, changes, strict=True)
     )
     fused = FusedScatter(tuple(staged), live, lane_of(tensors[0].flat))
 

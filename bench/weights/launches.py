@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.record import Figure, figure, record
 from rose_engines.tensors.parameters import DeviceTensor
-from rose_engines.weights.fused_scatter import Arena, FusedScatter, Staged
+from rose_engines.weights.fused_scatter import Arena, FusedScatter, StagedScatter
 
 _EQUAL = torch.ops.aten.equal.default
 _TO = torch.ops.aten._to_copy.default  # noqa: SLF001
@@ -172,7 +172,7 @@ class _Counted:
         self.counts.waits += 1
 
 
-def staged_of(model: Model, share: float) -> list[tuple[Staged, int]]:
+def staged_of(model: Model, share: float) -> list[tuple[StagedScatter, int]]:
     """A share of every tensor's elements, at least one, and each tensor's size."""
     draw = np.random.default_rng(0)
     found = []
@@ -182,7 +182,7 @@ def staged_of(model: Model, share: float) -> list[tuple[Staged, int]]:
         apart = size // count
         where = np.arange(count, dtype=np.int64) * apart + int(draw.integers(apart))
         bits = np.zeros(count, np.uint16)
-        found.append((Staged(name, where, bits, bits), size))
+        found.append((StagedScatter(name, where, bits, bits), size))
     return found
 
 

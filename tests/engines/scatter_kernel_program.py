@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from rose_engines.ondevice import scatter_kernel
 from rose_engines.tensors.parameters import DeviceTensor
 from rose_engines.weights import fused_scatter
-from rose_engines.weights.fused_scatter import FusedScatter, KernelLane, Staged
+from rose_engines.weights.fused_scatter import FusedScatter, KernelLane, StagedScatter
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIGNATURE = {"table": "*i64", "offsets": "*i32", "wrong": "*i64", "size": "constexpr"}
@@ -40,7 +40,7 @@ def interpret(width: int, seed: int) -> str:
     staged, wanted = [], [one.copy() for one in states]
     for number, where in enumerate(wheres):
         old = states[number][where]
-        staged.append(Staged(f"t{number}", where, bits(old.size), old))
+        staged.append(StagedScatter(f"t{number}", where, bits(old.size), old))
         wanted[number][where] = staged[-1].new
     fused = FusedScatter(staged, live, KernelLane(flats[0], scatter_kernel))
     for work, expected in ((fused.put, wanted), (fused.put, wanted), (fused.put_back, states)):
@@ -49,7 +49,7 @@ def interpret(width: int, seed: int) -> str:
         for number, one in enumerate(expected):
             if not np.array_equal(flats[number].numpy().view(f"u{width}"), one):
                 return f"t{number}-is-wrong"
-    twice = Staged("t1", np.array([7, 9, 7]), np.array([1, 2, 3], f"u{width}"), bits(3))
+    twice = StagedScatter("t1", np.array([7, 9, 7]), np.array([1, 2, 3], f"u{width}"), bits(3))
     reported = FusedScatter([staged[0], twice], live, KernelLane(flats[0], scatter_kernel)).put()
     return "right" if reported == "t1" else f"two-values-in-one-place:{reported}"
 

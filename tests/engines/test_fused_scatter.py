@@ -16,7 +16,14 @@ from rose_engines.tensors.canonical import HostTensor, Live, LiveTensor
 from rose_engines.tensors.parameters import DeviceTensor
 from rose_engines.tensors.slices import Box, SlicedTensor
 from rose_engines.weights import fused_scatter
-from rose_engines.weights.fused_scatter import Arena, FusedScatter, Staged, TorchLane, fuse, lane_of
+from rose_engines.weights.fused_scatter import (
+    Arena,
+    FusedScatter,
+    StagedScatter,
+    TorchLane,
+    fuse,
+    lane_of,
+)
 from rose_engines.weights.live import commit, confirm, digest_live, put_back, revert, scatter
 from rose_engines.weights.staging import stage
 from tests.delta.strategies import DEVICE
@@ -125,7 +132,9 @@ def test_runs_slices_and_scattered_elements_of_any_width(width: int, count: int)
         "far": draw.permutation(9000)[:count].astype(np.int64),
         "cut": np.sort(draw.permutation(9000)[:count]).astype(np.int64),
     }
-    staged = [Staged(name, where, bits(count), bits(count)) for name, where in wheres.items()]
+    staged = [
+        StagedScatter(name, where, bits(count), bits(count)) for name, where in wheres.items()
+    ]
     wanted = [one.copy() for one in states]
     wanted[0][107 : 107 + count] = staged[0].new
     wanted[1][wheres["far"]] = staged[1].new
@@ -150,7 +159,7 @@ def test_launches_and_waits_do_not_grow_with_the_number_of_tensors() -> None:
         }
         where, bits = np.arange(0, 50, 7), np.ones(8, np.uint16)
         lane = Counting()
-        fused = FusedScatter([Staged(name, where, bits, bits) for name in names], live, lane)
+        fused = FusedScatter([StagedScatter(name, where, bits, bits) for name in names], live, lane)
         assert fused.put() is None
         assert all(int(live[name].all_bits().sum()) == 8 for name in names)
         found.add((lane.launches, lane.waits))
@@ -170,7 +179,9 @@ def test_what_is_made_of_a_tensor_is_renewed_once_a_commit_and_before_the_wait()
         for name, first in (("a", 0), ("b", 25))
     }
     bits = np.ones(2, np.uint16)
-    fused = FusedScatter([Staged(name, np.arange(2), bits, bits) for name in live], live, lane)
+    fused = FusedScatter(
+        [StagedScatter(name, np.arange(2), bits, bits) for name in live], live, lane
+    )
     fused.put()
     assert called == [0]
     fused.put_back()
@@ -185,7 +196,7 @@ def test_places_too_far_apart_for_an_offset_are_laid_out_in_pieces(
     where = np.array([90, 3, 40, 5, 99, 20])
     new = np.arange(1, 7).astype(np.uint16)
     live: dict[str, LiveTensor] = {"t": DeviceTensor("t", "BF16", (100,), flat)}
-    fused = fuse([Staged("t", where, new, new)], live)
+    fused = fuse([StagedScatter("t", where, new, new)], live)
     assert fused is not None
     assert fused.put() is None
     assert flat[torch.from_numpy(where)].tolist() == [1, 2, 3, 4, 5, 6]
@@ -200,7 +211,7 @@ def test_a_device_that_does_not_keep_its_bits_is_refused_by_name(
     update = stage(tmp_path / "b", live, digest_live(live))
     deaf = live["a.q_proj.weight"]
     assert isinstance(deaf, DeviceTensor)
-    staged = [Staged(one.tensor.name, one.where, one.new, one.old) for one in update.changes]
+    staged = [StagedScatter(one.tensor.name, one.where, one.new, one.old) for one in update.changes]
     lame = replace(update, fused=FusedScatter(staged, live, Deaf(deaf.flat)))
     with pytest.raises(CommitRefused, match=r"a\.q_proj\.weight did not keep"):
         commit(lame, live)
@@ -209,7 +220,7 @@ def test_a_device_that_does_not_keep_its_bits_is_refused_by_name(
 
 def test_tensors_in_host_memory_have_no_arena() -> None:
     host = HostTensor("h", "BF16", (2,), np.zeros(2, np.uint16))
-    assert fuse([Staged("h", slice(0, 2), host.flat, host.flat)], {"h": host}) is None
+    assert fuse([StagedScatter("h", slice(0, 2), host.flat, host.flat)], {"h": host}) is None
     assert isinstance(lane_of(torch.zeros(1, device=DEVICE)), TorchLane)
 
 
@@ -314,7 +325,7 @@ def test_a_renewal_that_fails_waits_for_what_was_launched() -> None:
 
     tensor.written = fail
     lane = Counting()
-    fused = FusedScatter([Staged("a", np.arange(4), bits, bits)], {"a": tensor}, lane)
+    fused = FusedScatter([StagedScatter("a", np.arange(4), bits, bits)], {"a": tensor}, lane)
     with pytest.raises(RuntimeError, match="no renewal"):
         fused.put()
     assert (lane.launches, lane.waits) == (1, 1)

@@ -15,7 +15,7 @@ from rose_engines.tensors.canonical import LiveTensor
 from rose_engines.tensors.layout import check_placed, derive
 from rose_engines.tensors.parameters import DeviceTensor
 from rose_engines.tensors.slices import Box
-from rose_engines.weights.fused_scatter import Staged, fuse
+from rose_engines.weights.fused_scatter import StagedScatter, fuse
 
 LAYER = "model.layers.0."
 
@@ -309,7 +309,7 @@ def test_a_weight_that_is_kept_in_32_bits_moves_by_its_own_16(
     new = torch.tensor([1.5, -3.0], dtype=torch.bfloat16)
     bits = new.view(torch.int16).numpy().view(np.uint16)
     where = np.array([1, 3])
-    fused = fuse([Staged(name, where, bits, norm.take(where))], live)
+    fused = fuse([StagedScatter(name, where, bits, norm.take(where))], live)
     assert (fused is None) == (on == "host")
     if fused is None:
         norm.put(where, bits)

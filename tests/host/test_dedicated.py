@@ -82,7 +82,7 @@ async def started(
     *,
     more: tuple[str, ...] = (),
     content: str = FILE,
-) -> AsyncIterator[tuple[main.RunningHost, dedicated.Attachment]]:
+) -> AsyncIterator[tuple[main.RunningHost, dedicated.DedicatedAttachment]]:
     file, secret = rundir / "dedicated.yaml", rundir / "token"
     file.write_text(content)
     secret.write_text(given + "\n")

@@ -10,7 +10,13 @@ import pytest
 
 from rose_agent.errors import GroupError
 from rose_agent.host.enforcement.enforcer import PATIENCE, EnforcedEngine, Enforcer
-from rose_agent.host.enforcement.tree import Action, EngineTree, RunConditions, TreeState, decide
+from rose_agent.host.enforcement.tree import (
+    EnforcementAction,
+    EngineTree,
+    RunConditions,
+    TreeState,
+    decide,
+)
 from rose_agent.os.groups import wait_for
 from rose_core.guard.freezing import Activity, Grace
 from rose_core.guard.standstill import StandstillPatience
@@ -26,22 +32,26 @@ LATE_NS = PATIENCE.limit_ns + 1
 @pytest.mark.parametrize(
     ("state", "may_run", "frozen", "now", "expected"),
     [
-        (RUNNING, True, False, 5, (RUNNING, Action.NONE)),
-        (RUNNING, False, False, 5, (STOPPING, Action.FREEZE)),
-        (STOPPING, False, False, 5, (STOPPING, Action.NONE)),
-        (STOPPING, False, False, 200, (STOPPING, Action.KILL)),
-        (STOPPING, False, True, 5, (STOPPED, Action.NONE)),
-        (STOPPING, False, True, 200, (STOPPED, Action.NONE)),
-        (STOPPING, True, False, 5, (RUNNING, Action.THAW)),
-        (STOPPED, False, True, 5, (STOPPED, Action.NONE)),
-        (STOPPED, False, False, 5, (STOPPING, Action.FREEZE)),
-        (STOPPED, True, True, 5, (RUNNING, Action.THAW)),
-        (ASKED, True, False, 5, (RUNNING, Action.THAW)),
-        (ASKED, False, False, 5, (STOPPING, Action.FREEZE)),
+        (RUNNING, True, False, 5, (RUNNING, EnforcementAction.NONE)),
+        (RUNNING, False, False, 5, (STOPPING, EnforcementAction.FREEZE)),
+        (STOPPING, False, False, 5, (STOPPING, EnforcementAction.NONE)),
+        (STOPPING, False, False, 200, (STOPPING, EnforcementAction.KILL)),
+        (STOPPING, False, True, 5, (STOPPED, EnforcementAction.NONE)),
+        (STOPPING, False, True, 200, (STOPPED, EnforcementAction.NONE)),
+        (STOPPING, True, False, 5, (RUNNING, EnforcementAction.THAW)),
+        (STOPPED, False, True, 5, (STOPPED, EnforcementAction.NONE)),
+        (STOPPED, False, False, 5, (STOPPING, EnforcementAction.FREEZE)),
+        (STOPPED, True, True, 5, (RUNNING, EnforcementAction.THAW)),
+        (ASKED, True, False, 5, (RUNNING, EnforcementAction.THAW)),
+        (ASKED, False, False, 5, (STOPPING, EnforcementAction.FREEZE)),
     ],
 )
 def test_every_edge_of_the_table_of_trees(
-    state: TreeState, may_run: bool, frozen: bool, now: int, expected: tuple[TreeState, Action]
+    state: TreeState,
+    may_run: bool,
+    frozen: bool,
+    now: int,
+    expected: tuple[TreeState, EnforcementAction],
 ) -> None:
     tree, done = decide(
         EngineTree(state, 0),
@@ -56,15 +66,15 @@ def test_every_edge_of_the_table_of_trees(
 @pytest.mark.parametrize(
     ("activity", "after_ns", "expected"),
     [
-        (Activity.ITERATING, 0, (ASKED, Action.NONE)),
-        (Activity.ITERATING, Grace().iteration_ns, (STOPPING, Action.FREEZE)),
-        (Activity.RESTING, 0, (STOPPING, Action.FREEZE)),
-        (Activity.STARTING, Grace().iteration_ns, (ASKED, Action.NONE)),
-        (Activity.STARTING, Grace().start_ns, (ASKED, Action.KILL)),
+        (Activity.ITERATING, 0, (ASKED, EnforcementAction.NONE)),
+        (Activity.ITERATING, Grace().iteration_ns, (STOPPING, EnforcementAction.FREEZE)),
+        (Activity.RESTING, 0, (STOPPING, EnforcementAction.FREEZE)),
+        (Activity.STARTING, Grace().iteration_ns, (ASKED, EnforcementAction.NONE)),
+        (Activity.STARTING, Grace().start_ns, (ASKED, EnforcementAction.KILL)),
     ],
 )
 def test_an_engine_in_its_driver_is_asked_before_it_is_frozen(
-    activity: Activity, after_ns: int, expected: tuple[TreeState, Action]
+    activity: Activity, after_ns: int, expected: tuple[TreeState, EnforcementAction]
 ) -> None:
     now, patience = 7, StandstillPatience(10**12)
     tree, done = decide(
@@ -76,7 +86,7 @@ def test_an_engine_in_its_driver_is_asked_before_it_is_frozen(
         activity=activity,
     )
     if after_ns:
-        assert (tree.state, done) == (ASKED, Action.NONE)
+        assert (tree.state, done) == (ASKED, EnforcementAction.NONE)
         tree, done = decide(
             tree,
             may_run=False,

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from rose_agent.host.enforcement import enforcer
-from rose_agent.host.enforcement.tree import Action, TreeState, decide
+from rose_agent.host.enforcement.tree import EnforcementAction, TreeState, decide
 from rose_agent.host.processes.classes import sglang_cpu
 from rose_agent.host.processes.launchers import EngineOrder, EngineProgram
 from rose_core.guard.freezing import Activity
@@ -44,9 +44,9 @@ async def test_a_real_engine_is_frozen_at_rest_and_not_while_it_loads(
 
     def witness(*args: object, **kwargs: object) -> object:
         tree, action = decide(*args, **kwargs)  # type: ignore[arg-type]
-        if action is Action.FREEZE:
+        if action is EnforcementAction.FREEZE:
             frozen_while.append(kwargs["activity"])  # type: ignore[arg-type]
-        assert action is not Action.KILL
+        assert action is not EnforcementAction.KILL
         return tree, action
 
     monkeypatch.setattr(enforcer, "decide", witness)

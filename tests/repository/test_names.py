@@ -14,6 +14,7 @@ ROOMS = (
     *("rose_core", "wire", "engines", "weights", "operator", "agent", "router", "sandbox"),
     *("trainer", "rewards", "batches", "simulate", "cli"),
 )
+TWO_ROOMS = "of two rooms that know nothing of each other; qualified by the one that changes next"
 SHARED = {
     "each room's exceptions are a tree of their own, caught by room and not by name": """
         Busy Damaged EngineRefused Forbidden NotAllowed NotFound Refused TooLarge
@@ -26,11 +27,11 @@ SHARED = {
     "written in users' files: the kinds, and the sections of a scenario": """
         Caller Engine Kind Link Placement Service ServingEngine Sharing Totals
     """,
-    "of two rooms that know nothing of each other; qualified by the one that changes next": """
-        Account Action Answer Attachment Box Channel Conversation Counters History Hosts
-        Ingest Ledger Limits Listener Part Piece Progress Recorder Release Residents
-        Sender Server Settings Snapshot Splitter Stage Staged Step Target Trace Turn
-        Watch Worker
+    TWO_ROOMS: """
+        Account Box Channel Conversation Counters History
+        Ingest Ledger Limits Listener Part Piece Progress Recorder Release
+        Sender Settings Snapshot Splitter Stage Step Target Trace Turn
+        Worker
     """,
 }
 
@@ -98,3 +99,10 @@ def test_a_public_class_is_defined_once_or_the_list_says_why() -> None:
     named = {name for names in SHARED.values() for name in names.split()}
     twice = {name: at for name, at in found.items() if len(at) > 1 and name not in named}
     assert not twice, f"qualify all but one of {twice} by the field's term for it"
+    assert {name for name in named if len(found[name]) < 2} == set(), "no longer shared"
+    crowded = {
+        name: at
+        for name in SHARED[TWO_ROOMS].split()
+        if len(at := found[name]) > len({path.split("/")[0] for path in at})
+    }
+    assert not crowded, f"two of one room: qualify one of {crowded}"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rose_agent.tap import kernel_counts, kernel_program, sockets
-from rose_agent.tap.frames import Watch
+from rose_agent.tap.frames import TapWatch
 from rose_agent.tap.replica import TappedReplica
 from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book, FinishedRequest
@@ -161,7 +161,7 @@ def tapped(inside: Namespace, port: int = PORT) -> Iterator[Tapped]:
         for one in taps:
             stack.callback(one.close)
         numbers = itertools.count(1)
-        watch = Watch(PodUid("replica"), inside.holder.pid, port)
+        watch = TapWatch(PodUid("replica"), inside.holder.pid, port)
         streams = kernel_counts.streams(os.dup(program.streams)) if program else None
         if streams is not None:
             stack.callback(streams.close)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from rose_agent.tap import frames
-from rose_agent.tap.frames import Splitter, Watch
+from rose_agent.tap.frames import Splitter, TapWatch
 from rose_agent.tap.replica import TappedReplica
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import (
@@ -55,15 +55,15 @@ def test_bytes_that_are_no_records_are_no_frame() -> None:
 
 
 def test_the_same_sockets_serve_a_closer_look() -> None:
-    near, far = Watch(POD, 1, 80), Watch(POD, 1, 80, closely=False, at_once=False)
+    near, far = TapWatch(POD, 1, 80), TapWatch(POD, 1, 80, closely=False, at_once=False)
     assert near.same_sockets(far)
-    assert not near.same_sockets(Watch(POD, 2, 80))
+    assert not near.same_sockets(TapWatch(POD, 2, 80))
 
 
 def followed(*, closely: bool) -> tuple[TappedReplica, list[list[TapEvent]]]:
     """A replica without sockets, and what it tells."""
     received: list[list[TapEvent]] = []
-    made = TappedReplica(Watch(POD, 0, 80, closely=closely), [], frozenset(), lambda: 1, 400.0)
+    made = TappedReplica(TapWatch(POD, 0, 80, closely=closely), [], frozenset(), lambda: 1, 400.0)
     made.start(received.append)
     return made, received
 

@@ -14,7 +14,7 @@ import pytest
 from bench.tap.watcher import connected
 from rose_agent.errors import NoKernelCounts
 from rose_agent.tap import frames, kernel_counts, kernel_program, opener
-from rose_agent.tap.frames import Watch
+from rose_agent.tap.frames import TapWatch
 from rose_agent.tap.sockets import PER_INTERFACE
 from rose_core.identity import PodUid
 from tests.tap import kernel
@@ -22,7 +22,7 @@ from tests.tap.net import PORT, refusal
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "can tap")
 COUNTS = pytest.mark.skipif(bool(kernel.refusal()), reason=kernel.refusal() or "can count")
-WATCH = Watch(PodUid("pod"), 0, PORT, interfaces=("lo",))
+WATCH = TapWatch(PodUid("pod"), 0, PORT, interfaces=("lo",))
 
 
 @COUNTS

@@ -9,7 +9,7 @@ import pytest
 
 from rose_agent.os import bpf
 from rose_agent.tap import frames
-from rose_agent.tap.frames import Unwatch, Watch
+from rose_agent.tap.frames import TapWatch, Unwatch
 from rose_agent.tap.packets import decode
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import Health
@@ -97,10 +97,10 @@ def test_filters_jump_forward_inside_themselves_and_end(rate: int) -> None:
 async def test_frames_come_back_as_they_were() -> None:
     reader = asyncio.StreamReader()
     health = Health(POD, 1, "", 0, opaque=False, in_flight=2, counts={"/generate": 3}, packets=4)
-    reader.feed_data(frames.pack([Watch(POD, 1, 2, interfaces=("lo",)), Unwatch(PodUid("q"))]))
+    reader.feed_data(frames.pack([TapWatch(POD, 1, 2, interfaces=("lo",)), Unwatch(PodUid("q"))]))
     reader.feed_data(frames.pack([health]))
     assert await frames.read(reader, frames.commands) == [
-        Watch(POD, 1, 2, interfaces=("lo",)),
+        TapWatch(POD, 1, 2, interfaces=("lo",)),
         Unwatch(PodUid("q")),
     ]
     assert await frames.read(reader, frames.events) == [health]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.tap.watcher import Listener, process, tap_process
-from rose_agent.tap.frames import Watch
+from rose_agent.tap.frames import TapWatch
 from rose_core.identity import PodUid
 from rose_core.telemetry.book import Book, FinishedRequest
 from rose_core.telemetry.events import Arrived, EndKind, Health, TapEvent
@@ -42,7 +42,7 @@ async def beat(listener: Listener, until_ns: int = 0) -> Health:
 async def test_every_request_as_the_client_saw_it(short_dir: Path) -> None:
     async with process("-m", "tests.tap.inside") as inside:
         port = int((await line(inside)).split()[1])
-        async with tap_process(short_dir, Watch(PodUid("pod"), inside.pid, port)) as (
+        async with tap_process(short_dir, TapWatch(PodUid("pod"), inside.pid, port)) as (
             listener,
             parser,
         ):
@@ -63,7 +63,7 @@ async def test_every_request_as_the_client_saw_it(short_dir: Path) -> None:
 async def test_a_namespace_that_goes_away_is_told_and_not_taken_for_emptiness(
     short_dir: Path,
 ) -> None:
-    async with tap_process(short_dir, Watch(PodUid("lost"), 2**22 - 1, 30000)) as (listener, _):
+    async with tap_process(short_dir, TapWatch(PodUid("lost"), 2**22 - 1, 30000)) as (listener, _):
         while (await beat(listener)).problem == "":
             pass
 

@@ -9,7 +9,7 @@ import pytest
 
 from bench.tap.watcher import Listener, tap_process
 from rose_agent.tap import frames
-from rose_agent.tap.frames import Watch
+from rose_agent.tap.frames import TapWatch
 from rose_core.identity import PodUid
 from tests.tap.net import PORT, Namespace, namespace, refusal
 from tests.tap.test_sidecar import problem, serve_one, until
@@ -32,7 +32,7 @@ async def served(listener: Listener, pod: Namespace) -> None:
 async def test_the_tap_follows_the_new_pod_and_says_so_when_there_is_none(short_dir: Path) -> None:
     with namespace() as second:
         with namespace() as first:
-            watch = Watch(POD, first.holder.pid, PORT)
+            watch = TapWatch(POD, first.holder.pid, PORT)
             async with tap_process(short_dir, watch) as (listener, _):
                 await served(listener, first)
                 assert listener.watched.health is not None
@@ -40,7 +40,7 @@ async def test_the_tap_follows_the_new_pod_and_says_so_when_there_is_none(short_
         async with tap_process(short_dir, watch) as (listener, _):
             await until(listener, lambda: "cannot tap port" in problem(listener))
             reader, writer = await asyncio.open_unix_connection(str(short_dir / "tap.sock"))
-            writer.write(frames.pack([Watch(POD, second.holder.pid, PORT)]))
+            writer.write(frames.pack([TapWatch(POD, second.holder.pid, PORT)]))
             newest = Listener(reader)
             await served(newest, second)
             assert newest.watched.health is not None
@@ -50,6 +50,6 @@ async def test_the_tap_follows_the_new_pod_and_says_so_when_there_is_none(short_
 
 async def test_a_namespace_file_serves_instead_of_a_process(short_dir: Path) -> None:
     with namespace() as pod:
-        watch = Watch(POD, 0, PORT, netns=pod.path)
+        watch = TapWatch(POD, 0, PORT, netns=pod.path)
         async with tap_process(short_dir, watch) as (listener, _):
             await served(listener, pod)

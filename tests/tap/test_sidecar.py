@@ -14,7 +14,7 @@ import pytest
 
 from bench.tap.watcher import Listener, tap_process
 from rose_agent.os import kernel
-from rose_agent.tap.frames import Watch
+from rose_agent.tap.frames import TapWatch
 from rose_agent.tap.parser import socket_of
 from rose_core.identity import PodUid
 from tests.tap.net import PORT, Namespace, refusal
@@ -82,7 +82,7 @@ async def test_the_guard_hears_a_pods_own_tap_and_its_end(short_dir: Path) -> No
         assert int(status(opener.pid)["CapEff"], 16) == 1 << kernel.NET_RAW
         assert int(status(parser.pid)["CapEff"], 16) == 0
         # A process that is no longer there: only the pod's own tap can follow it.
-        watch = Watch(POD, 2**22 - 1, PORT)
+        watch = TapWatch(POD, 2**22 - 1, PORT)
         async with tap_process(short_dir, watch) as (listener, _):
             await until(listener, lambda: problem(listener) == "")
             await asyncio.to_thread(serve_one, Namespace(process))

@@ -16,7 +16,7 @@ import pytest
 from bench.tap.watcher import Listener, tap_process
 from rose_agent.tap import frames, parser
 from rose_agent.tap import replica as following
-from rose_agent.tap.frames import Watch
+from rose_agent.tap.frames import TapWatch
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import (
     PERIOD_NS,
@@ -329,7 +329,7 @@ async def test_a_replica_that_nobody_paces_by_tokens_is_heard_of_half_as_often(
 ) -> None:
     between: dict[bool, float] = {}
     for closely in (True, False):
-        watch = Watch(PodUid("pod"), 0, 1, interfaces=("lo",), closely=closely)
+        watch = TapWatch(PodUid("pod"), 0, 1, interfaces=("lo",), closely=closely)
         async with tap_process(short_dir, watch) as (listener, _):
             beats = [(await listener.beat(0)).time_ns for _ in range(25)]
         gaps = [after - before for before, after in itertools.pairwise(beats)]
@@ -351,7 +351,7 @@ async def test_a_token_wakes_nobody_but_with_a_heartbeat_or_with_news(short_dir:
     """What the guard is told per second is bounded by heartbeats and requests, not by tokens."""
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
-        watch = Watch(PodUid("pod"), 0, port, interfaces=("lo",), closely=True)
+        watch = TapWatch(PodUid("pod"), 0, port, interfaces=("lo",), closely=True)
         async with tap_process(short_dir, watch) as (listener, _):
             with (
                 closing(socket.create_connection(("127.0.0.1", port))) as client,

@@ -6,11 +6,11 @@ import pytest
 
 from rose_agent.weightsync.decide import (
     DENSE_AFTER,
-    Action,
     Engine,
     Head,
     Progress,
     Step,
+    SyncAction,
     decide,
     failed,
     lag,
@@ -28,21 +28,21 @@ BEHIND = Engine(str(OLD), "old")
 @pytest.mark.parametrize(
     ("engine", "head", "progress", "action"),
     [
-        (None, HEAD, Progress(), Action.WAIT),
-        (Engine(str(OLD), "old", broken=True), HEAD, Progress(), Action.WAIT),
-        (BEHIND, None, Progress(), Action.WAIT),
-        (BEHIND, HEAD, Progress(retry_at=101), Action.WAIT),
-        (AT_HEAD, HEAD, Progress(attested_at=90), Action.WAIT),
-        (AT_HEAD, HEAD, Progress(), Action.ATTEST),
-        (AT_HEAD, HEAD, Progress(attested_at=30), Action.ATTEST),
-        (BEHIND, HEAD, Progress(attested_at=90), Action.PULL),
-        (Engine("base", "new"), HEAD, Progress(), Action.PULL),
-        (Engine(str(NEW), "other"), HEAD, Progress(attested_at=90), Action.PULL),
-        (AT_HEAD, HEAD, Progress(quarantined=True), Action.PULL),
+        (None, HEAD, Progress(), SyncAction.WAIT),
+        (Engine(str(OLD), "old", broken=True), HEAD, Progress(), SyncAction.WAIT),
+        (BEHIND, None, Progress(), SyncAction.WAIT),
+        (BEHIND, HEAD, Progress(retry_at=101), SyncAction.WAIT),
+        (AT_HEAD, HEAD, Progress(attested_at=90), SyncAction.WAIT),
+        (AT_HEAD, HEAD, Progress(), SyncAction.ATTEST),
+        (AT_HEAD, HEAD, Progress(attested_at=30), SyncAction.ATTEST),
+        (BEHIND, HEAD, Progress(attested_at=90), SyncAction.PULL),
+        (Engine("base", "new"), HEAD, Progress(), SyncAction.PULL),
+        (Engine(str(NEW), "other"), HEAD, Progress(attested_at=90), SyncAction.PULL),
+        (AT_HEAD, HEAD, Progress(quarantined=True), SyncAction.PULL),
     ],
 )
 def test_every_row(
-    engine: Engine | None, head: Head | None, progress: Progress, action: Action
+    engine: Engine | None, head: Head | None, progress: Progress, action: SyncAction
 ) -> None:
     assert decide(engine, head, progress, 100.0, attest_every_seconds=60.0).action is action
 
@@ -53,19 +53,19 @@ OWN = Engine("base", "d" * 32)
 @pytest.mark.parametrize(
     ("engine", "none_published", "progress", "action"),
     [
-        (OWN, True, Progress(), Action.ATTEST),
-        (OWN, True, Progress(attested_at=90), Action.WAIT),
-        (OWN, True, Progress(attested_at=30), Action.ATTEST),
-        (OWN, True, Progress(retry_at=101), Action.WAIT),
-        (OWN, True, Progress(quarantined=True), Action.WAIT),
-        (OWN, False, Progress(), Action.WAIT),
-        (Engine("base", ""), True, Progress(), Action.WAIT),
-        (Engine("base", "d" * 32, broken=True), True, Progress(), Action.WAIT),
-        (BEHIND, True, Progress(), Action.WAIT),
+        (OWN, True, Progress(), SyncAction.ATTEST),
+        (OWN, True, Progress(attested_at=90), SyncAction.WAIT),
+        (OWN, True, Progress(attested_at=30), SyncAction.ATTEST),
+        (OWN, True, Progress(retry_at=101), SyncAction.WAIT),
+        (OWN, True, Progress(quarantined=True), SyncAction.WAIT),
+        (OWN, False, Progress(), SyncAction.WAIT),
+        (Engine("base", ""), True, Progress(), SyncAction.WAIT),
+        (Engine("base", "d" * 32, broken=True), True, Progress(), SyncAction.WAIT),
+        (BEHIND, True, Progress(), SyncAction.WAIT),
     ],
 )
 def test_an_own_checkpoint_is_attested_when_the_store_says_that_there_is_nothing_else(
-    engine: Engine, none_published: bool, progress: Progress, action: Action
+    engine: Engine, none_published: bool, progress: Progress, action: SyncAction
 ) -> None:
     step = decide(engine, None, progress, 100.0, 60.0, none_published=none_published)
     assert step.action is action
@@ -73,7 +73,7 @@ def test_an_own_checkpoint_is_attested_when_the_store_says_that_there_is_nothing
 
 def test_a_head_is_pulled_whatever_the_store_said_before_it() -> None:
     step = decide(OWN, HEAD, Progress(attested_at=90), 100.0, none_published=True)
-    assert step.action is Action.PULL
+    assert step.action is SyncAction.PULL
 
 
 def test_what_is_live_has_a_name_for_others() -> None:
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_no_number_of_publishes_behind() -> None:
 
 
 def test_a_pull_names_what_the_engine_holds() -> None:
-    assert decide(BEHIND, HEAD, Progress(), 0.0) == Step(Action.PULL, OLD, "old")
+    assert decide(BEHIND, HEAD, Progress(), 0.0) == Step(SyncAction.PULL, OLD, "old")
     base = decide(Engine("base", "d"), HEAD, Progress(), 0.0)
     assert (base.have, base.digest) == (None, "d")
 
@@ -105,7 +105,7 @@ def test_repeated_failures_ask_for_the_full_state_with_growing_pauses() -> None:
     assert progress.dense
     assert pauses == sorted(pauses)
     step = decide(BEHIND, HEAD, progress, 1000.0)
-    assert (step.action, step.digest) == (Action.PULL, "")
+    assert (step.action, step.digest) == (SyncAction.PULL, "")
 
 
 def test_pauses_are_bounded() -> None:
@@ -120,7 +120,7 @@ def test_a_wrong_digest_quarantines_at_once_and_success_ends_it() -> None:
     assert progress.quarantined
     assert progress.attested_at is None
     step = decide(AT_HEAD, HEAD, progress, 1000.0)
-    assert (step.action, step.digest) == (Action.PULL, "")
+    assert (step.action, step.digest) == (SyncAction.PULL, "")
     assert not succeeded(1000.0).quarantined
 
 

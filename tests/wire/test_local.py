@@ -172,7 +172,7 @@ async def test_bytes_that_are_no_frame_end_that_connection_only(path: Path) -> N
 @pytest.mark.parametrize("turns", range(6))
 async def test_who_connects_while_it_stops_is_hung_up_on(path: Path, turns: int) -> None:
     """Else the socket would stay open, and its warning fail whichever test comes next."""
-    server = local.Server({})
+    server = local.LocalServer({})
     await server.start(path)
     with socket.socket(socket.AF_UNIX) as caller, warnings.catch_warnings(record=True) as left:
         warnings.simplefilter("always")

@@ -192,7 +192,7 @@ class Channel:
 class _Answering(_Frames):
     """The answerer's end of a connection."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: LocalServer) -> None:
         super().__init__()
         self._server = server
         self._calls: dict[int, asyncio.Task[None]] = {}
@@ -230,7 +230,7 @@ class _Answering(_Frames):
         self.send(_Answer(request.number, *await self._server.answer(request.path, request.body)))
 
 
-class Server:
+class LocalServer:
     """Answers on a Unix socket.
 
     Args:

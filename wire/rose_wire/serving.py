@@ -84,7 +84,7 @@ class Server:
         self._token, self._identify, self._credentials = token, identify, credentials
         self._handlers: list[grpc.GenericRpcHandler] = []
         self._plain: dict[str, local.Handler] = {}
-        self._server: grpc.aio.Server | local.Server | None = None
+        self._server: grpc.aio.Server | local.LocalServer | None = None
 
     def unary(
         self,
@@ -164,7 +164,7 @@ class Server:
         if address.startswith(local.SCHEME):
             if self._token or self._identify or self._credentials is not None:
                 raise ValueError(f"{address} is guarded by the socket's mode alone")
-            self._server = beside = local.Server(self._plain)
+            self._server = beside = local.LocalServer(self._plain)
             await beside.start(Path(address.removeprefix(local.SCHEME)))
             return 1
         interceptors = (_BearerCheck(self._token),) if self._token else ()

@@ -32,7 +32,7 @@ _SEND_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
 
 
-class Attachment:
+class DedicatedAttachment:
     """Keeps the router informed about one engine until ``leave``."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Attachment:
                     await self._leaving.wait()
 
 
-async def begin(arguments: argparse.Namespace, host: EngineHost) -> Attachment:
+async def begin(arguments: argparse.Namespace, host: EngineHost) -> DedicatedAttachment:
     """Order the engine of ``--dedicated`` and attach it.
 
     Raises:
@@ -124,6 +124,6 @@ async def begin(arguments: argparse.Namespace, host: EngineHost) -> Attachment:
     file = DedicatedFile.load(arguments.dedicated)
     order = file.order()
     await host.ensure(order)
-    attachment = Attachment(host, file, order, arguments.lease)
+    attachment = DedicatedAttachment(host, file, order, arguments.lease)
     attachment.start(arguments.router, flags.token(arguments.token_file))
     return attachment

@@ -36,7 +36,6 @@ from rose_agent.signals.messages import (
     LARGEST,
     MOST_COMMAND_LINES,
     Aim,
-    Answer,
     Ask,
     Begin,
     Command,
@@ -46,6 +45,7 @@ from rose_agent.signals.messages import (
     Latest,
     Open,
     Page,
+    PageReply,
     Reply,
     WireFigures,
     commands,
@@ -221,7 +221,7 @@ class _Reader:
                 figures, scrapes = await engine.metrics(), engine.scrapes
             else:
                 figures, scrapes = await engine.loads(), engine.scrapes
-            self._send(Answer(ask.number, scrapes, WireFigures.of(figures)))
+            self._send(PageReply(ask.number, scrapes, WireFigures.of(figures)))
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()

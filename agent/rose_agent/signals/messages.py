@@ -125,7 +125,7 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
 Command = Ask | Aim | Describe | Watch
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
+class PageReply(msgspec.Struct, frozen=True, tag="answer"):
     """A page's figures, None when nobody answered.
 
     Attributes:
@@ -149,7 +149,7 @@ class Described(msgspec.Struct, frozen=True, tag="described"):
     machines: Annotated[int, Meta(ge=1, le=999_999)]
 
 
-Reply = Answer | Latest | Described
+Reply = PageReply | Latest | Described
 
 _encoder = msgspec.msgpack.Encoder()
 pack = _encoder.encode

@@ -34,13 +34,13 @@ from rose_agent.signals.http import TIMEOUT_SECONDS, EngineReader
 from rose_agent.signals.messages import (
     LARGEST,
     Aim,
-    Answer,
     Ask,
     Command,
     Describe,
     Latest,
     Open,
     Page,
+    PageReply,
     Watch,
     pack,
     replies,
@@ -301,7 +301,7 @@ class ConfinedReader:
             self._end("it ended")
         elif isinstance(reply, Latest):
             self._figures, self._received_s = reply.figures.plain(), time.monotonic()
-        elif isinstance(reply, Answer):
+        elif isinstance(reply, PageReply):
             self.scrapes = self._scrapes_before + reply.scrapes
             waiting = self._asked.pop(reply.number, None)
             if waiting is not None and not waiting.done():

@@ -1,6 +1,6 @@
 """Frames on the node's ``tap.sock``: a length and a MessagePack list of messages.
 
-The guard sends ``Watch`` and ``Unwatch``; the tap sends lists of ``rose_core.telemetry.events``.
+The guard sends ``TapWatch`` and ``Unwatch``; the tap sends lists of ``rose_core.telemetry.events``.
 Next step: ``parser`` at the tap's end, ``rose_agent.guard.links.taplink`` at the guard's.
 """
 
@@ -22,7 +22,7 @@ _WHERE = "the tap's socket"
 T = TypeVar("T")
 
 
-class Watch(msgspec.Struct, frozen=True, tag="watch"):
+class TapWatch(msgspec.Struct, frozen=True, tag="watch"):
     """Follow one serving replica.
 
     Attributes:
@@ -49,7 +49,7 @@ class Watch(msgspec.Struct, frozen=True, tag="watch"):
     firsts: bool = True
     at_once: bool = True
 
-    def same_sockets(self, other: Watch) -> bool:
+    def same_sockets(self, other: TapWatch) -> bool:
         """The other one can be served by the same sockets; it may want to watch more closely."""
         own = {"closely": self.closely, "firsts": self.firsts, "at_once": self.at_once}
         return msgspec.structs.replace(other, **own) == self
@@ -61,7 +61,7 @@ class Unwatch(msgspec.Struct, frozen=True, tag="unwatch"):
     replica: PodUid
 
 
-Command = Watch | Unwatch
+Command = TapWatch | Unwatch
 commands: msgspec.msgpack.Decoder[list[Command]] = msgspec.msgpack.Decoder(list[Command])
 events: msgspec.msgpack.Decoder[list[TapEvent]] = msgspec.msgpack.Decoder(list[TapEvent])
 _encoder = msgspec.msgpack.Encoder()

@@ -1,6 +1,6 @@
 """The privileged half of the tap: opens packet sockets on request and never reads a packet.
 
-It answers ``Watch`` messages of the parser on a socket pair with the sockets themselves
+It answers ``TapWatch`` messages of the parser on a socket pair with the sockets themselves
 (SCM_RIGHTS) and what the parser must know of the namespace, or with the reason why not. It keeps
 three capabilities (NET_RAW, SYS_ADMIN, SYS_PTRACE) and may make no socket that reaches the network.
 In a pod (``rose tap --sidecar``) it keeps NET_RAW and opens sockets where it is, whatever it is
@@ -19,7 +19,7 @@ import msgspec
 from rose_agent.errors import NoKernelCounts
 from rose_agent.os import kernel, seccomp
 from rose_agent.tap import kernel_program
-from rose_agent.tap.frames import Watch
+from rose_agent.tap.frames import TapWatch
 from rose_agent.tap.sockets import Taps, open_all
 from rose_core.identity import PodUid
 
@@ -27,7 +27,7 @@ _CAPABILITIES = frozenset({kernel.NET_RAW, kernel.SYS_ADMIN, kernel.SYS_PTRACE})
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """Answer to a ``Watch``: the sockets of each interface in the order of the names, or an error.
+    """Answer to a ``TapWatch``: each interface's sockets in the order of the names, or an error.
 
     Attributes:
         addresses: of the namespace, hex digits.
@@ -62,7 +62,7 @@ class Handles:
             os.close(self.streams)
 
 
-def answer(watch: Watch, *, count: bool) -> tuple[Opened, Handles]:
+def answer(watch: TapWatch, *, count: bool) -> tuple[Opened, Handles]:
     """Open what one watch asks for; ``count`` tokens in the kernel where it lets us."""
     netns = watch.netns or (f"/proc/{watch.pid}/ns/net" if watch.pid else "")
     try:
@@ -79,7 +79,7 @@ def answer(watch: Watch, *, count: bool) -> tuple[Opened, Handles]:
     return Opened(watch.replica, names, addresses, uncounted=uncounted), handles
 
 
-def _open(netns: str, watch: Watch, *, count: bool) -> tuple[Handles, frozenset[str], str]:
+def _open(netns: str, watch: TapWatch, *, count: bool) -> tuple[Handles, frozenset[str], str]:
     reason = "--tokens=packets"
     if count:
         try:
@@ -103,13 +103,13 @@ def serve(channel: socket.socket, *, own: bool, count: bool) -> None:
     """Open sockets for the parser until it is gone.
 
     Args:
-        channel: to the parser; each message is a ``Watch``.
+        channel: to the parser; each message is a ``TapWatch``.
         own: in this process's own network, whatever pod is asked for.
         count: tokens in the kernel, where it lets us.
     """
     while request := channel.recv(65536):
-        watch = msgspec.msgpack.decode(request, type=Watch)
-        asked = Watch(watch.replica, 0, watch.port) if own else watch
+        watch = msgspec.msgpack.decode(request, type=TapWatch)
+        asked = TapWatch(watch.replica, 0, watch.port) if own else watch
         reply, handles = answer(asked, count=count)
         try:
             socket.send_fds(channel, [msgspec.msgpack.encode(reply)], handles.descriptors())

@@ -36,7 +36,7 @@ import msgspec
 from rose_agent.metrics import REGISTRY
 from rose_agent.os.bpf_maps import HashMap
 from rose_agent.tap import frames, kernel_counts, metrics
-from rose_agent.tap.frames import Unwatch, Watch
+from rose_agent.tap.frames import TapWatch, Unwatch
 from rose_agent.tap.opener import Opened
 from rose_agent.tap.replica import TappedReplica
 from rose_agent.tap.sockets import MOST_SOCKETS, PER_INTERFACE, Taps
@@ -71,8 +71,8 @@ class Parser:
         self._relays: dict[str, Relay] = {}
         self._numbers = itertools.count(1)
         self._replicas: dict[str, TappedReplica] = {}
-        self._pending: dict[str, Watch] = {}
-        self._failed: dict[PodUid, tuple[Watch, str, int]] = {}
+        self._pending: dict[str, TapWatch] = {}
+        self._failed: dict[PodUid, tuple[TapWatch, str, int]] = {}
         self._guard: asyncio.StreamWriter | None = None
         self._next_beat: asyncio.TimerHandle | None = None
         self._sampled = 0
@@ -122,7 +122,7 @@ class Parser:
         known = self._replicas.get(command.replica)
         relay = self._relays.get(command.replica)
         if relay is not None:
-            if isinstance(command, Watch) and relay.watch.same_sockets(command):
+            if isinstance(command, TapWatch) and relay.watch.same_sockets(command):
                 relay.watch = command
                 relay.resend()
                 return
@@ -152,7 +152,7 @@ class Parser:
 
     # --- the opener
 
-    def _ask(self, watch: Watch) -> None:
+    def _ask(self, watch: TapWatch) -> None:
         own = socket_of(self._rundir, watch.replica)
         if own is not None:
             self._failed.pop(watch.replica, None)
@@ -161,7 +161,7 @@ class Parser:
         self._pending[watch.replica] = watch
         self._channel.send(msgspec.msgpack.encode(watch))
 
-    def _note_silent(self, watch: Watch, reason: str) -> None:
+    def _note_silent(self, watch: TapWatch, reason: str) -> None:
         self._relays.pop(watch.replica, None)
         self._failed[watch.replica] = (watch, reason, _REOPEN_BEATS)
 
@@ -197,7 +197,7 @@ class Parser:
         replica.start(self._emit)
 
     @staticmethod
-    def _usable(watch: Watch, streams: list[HashMap], reason: str) -> HashMap | None:
+    def _usable(watch: TapWatch, streams: list[HashMap], reason: str) -> HashMap | None:
         """The kernel's map, where this process may use it; the log says who counts tokens."""
         for stream in streams:
             try:
@@ -325,9 +325,9 @@ class Relay:
     def __init__(
         self,
         path: Path,
-        watch: Watch,
+        watch: TapWatch,
         deliver: Callable[[list[TapEvent]], None],
-        ended: Callable[[Watch, str], None],
+        ended: Callable[[TapWatch, str], None],
     ) -> None:
         self.watch = watch
         self._path = path

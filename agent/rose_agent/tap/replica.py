@@ -45,7 +45,7 @@ from enum import Enum, auto
 from rose_agent.os import bpf
 from rose_agent.os.bpf_maps import HashMap
 from rose_agent.tap import metrics, packets, sockets
-from rose_agent.tap.frames import Watch
+from rose_agent.tap.frames import TapWatch
 from rose_agent.tap.kernel_counts import KernelCounts
 from rose_agent.tap.sockets import SAMPLE_RATE, Taps
 from rose_core.telemetry.events import Arrived, Ended, FirstToken, Health, Progress, TapEvent
@@ -88,7 +88,7 @@ class TappedReplica:
 
     def __init__(
         self,
-        watch: Watch,
+        watch: TapWatch,
         taps: list[Taps],
         addresses: frozenset[str],
         number: Callable[[], int],

@@ -34,7 +34,7 @@ SOFT_REASONS = frozenset({"Busy", "Aborted"})
 QUARANTINE_REASONS = frozenset({"WrongDigest", "WrongAnswers"})
 
 
-class Action(StrEnum):
+class SyncAction(StrEnum):
     """What to do now."""
 
     WAIT = "Wait"
@@ -99,7 +99,7 @@ class Step:
         error: why nothing can be done, for ``weights.json``.
     """
 
-    action: Action
+    action: SyncAction
     have: WeightVersion | None = None
     digest: str = ""
     wait_seconds: float = 1.0
@@ -150,18 +150,18 @@ def decide(
     arrived = engine.label == str(head.version) and engine.digest == head.digest
     if not arrived or progress.quarantined:
         digest = "" if progress.dense or progress.quarantined else engine.digest
-        return Step(Action.PULL, published(engine.label), digest)
+        return Step(SyncAction.PULL, published(engine.label), digest)
     return _attested(progress, now, attest_every_seconds)
 
 
 def _attested(progress: Progress, now: float, attest_every_seconds: float) -> Step:
     """The live weights are those wanted: attest them once, and again when it is time."""
     if progress.attested_at is None:
-        return Step(Action.ATTEST)
+        return Step(SyncAction.ATTEST)
     due = progress.attested_at + attest_every_seconds
     if attest_every_seconds and now >= due:
-        return Step(Action.ATTEST)
-    return Step(Action.WAIT, wait_seconds=max(0.1, due - now) if attest_every_seconds else 60.0)
+        return Step(SyncAction.ATTEST)
+    return Step(SyncAction.WAIT, wait_seconds=max(0.1, due - now) if attest_every_seconds else 60.0)
 
 
 def _wait(engine: Engine | None, progress: Progress, now: float) -> Step:
@@ -170,7 +170,7 @@ def _wait(engine: Engine | None, progress: Progress, now: float) -> Step:
     if engine is not None and engine.broken:
         error = "the engine's weights are broken; the engine host restarts it"
     left = progress.retry_at - now
-    return Step(Action.WAIT, wait_seconds=left if left > 0 else 1.0, error=error)
+    return Step(SyncAction.WAIT, wait_seconds=left if left > 0 else 1.0, error=error)
 
 
 def succeeded(now: float) -> Progress:

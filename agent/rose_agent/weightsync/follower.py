@@ -22,11 +22,11 @@ from rose_agent.weightsync import metrics, records
 from rose_agent.weightsync.decide import (
     QUARANTINE_REASONS,
     SOFT_REASONS,
-    Action,
     Engine,
     Head,
     Progress,
     Step,
+    SyncAction,
     decide,
     failed,
     lag,
@@ -287,10 +287,10 @@ class Follower:
         if store is not None:
             await self._report(store, now)
             self._truth.follow(store, self._probe_subject())
-        if step.action is Action.WAIT or engine is None:
+        if step.action is SyncAction.WAIT or engine is None:
             return step.wait_seconds
         try:
-            if step.action is Action.ATTEST:
+            if step.action is SyncAction.ATTEST:
                 await self._attest(engine)
                 faults.at("sync.attested")
             elif store is not None:

@@ -57,7 +57,7 @@ class OnDevice(Protocol):
         ...
 
 
-class Staged(NamedTuple):
+class StagedScatter(NamedTuple):
     """Elements of one tensor: where they go, and the bits after and before."""
 
     name: str
@@ -144,7 +144,7 @@ class FusedScatter:
         lane: the device.
     """
 
-    def __init__(self, staged: Sequence[Staged], live: Live, lane: Lane) -> None:
+    def __init__(self, staged: Sequence[StagedScatter], live: Live, lane: Lane) -> None:
         self._lane = lane
         found = [_storage(live[one.name]) for one in staged]
         storages = [one for one in found if one is not None]
@@ -269,7 +269,7 @@ def _close(flat: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(((flat.numel() - 1) * apart + 1,), (1,)) if apart > 1 else flat
 
 
-def _spread(staged: Staged, apart: int) -> Staged:
+def _spread(staged: StagedScatter, apart: int) -> StagedScatter:
     """The places of elements that lie so far apart (``_close``)."""
     if apart == 1:
         return staged
@@ -301,9 +301,9 @@ def _storage(tensor: LiveTensor) -> OnDevice | None:
     return storage if isinstance(storage, OnDevice) else None
 
 
-def fuse(staged: Iterable[Staged], live: Live) -> FusedScatter | None:
+def fuse(staged: Iterable[StagedScatter], live: Live) -> FusedScatter | None:
     """Those staged elements whose tensors lie on an accelerator; None = there are none."""
-    fitting, flat = list[Staged](), None
+    fitting, flat = list[StagedScatter](), None
     for one in staged:
         if (storage := _storage(live[one.name])) is not None:
             fitting.append(one)
@@ -321,7 +321,7 @@ def warm_up(live: Mapping[str, LiveTensor]) -> None:
     for width, flat in widths.items():
         scratch = _Scratch(flat.new_zeros(2))
         zeros = np.zeros(2, f"u{width}")
-        staged = [Staged("scratch", np.arange(2), zeros, zeros)]
+        staged = [StagedScatter("scratch", np.arange(2), zeros, zeros)]
         FusedScatter(staged, {"scratch": scratch}, lane_of(flat)).put()  # type: ignore[dict-item]
 
 

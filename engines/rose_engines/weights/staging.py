@@ -33,7 +33,7 @@ from rose_engines.tensors.canonical import Live, LiveTensor, Where
 from rose_engines.tensors.slices import SlicedTensor
 from rose_engines.weights.decoding import Decoded, Outline, fill, held_of, listed
 from rose_engines.weights.fused_scatter import FusedScatter, fuse
-from rose_engines.weights.fused_scatter import Staged as Fused
+from rose_engines.weights.fused_scatter import StagedScatter as Fused
 from rose_engines.weights.host_memory import HostMemory, Rows, Sums
 from rose_engines.weights.segment import RAW, RAW_HEAD, WIDTHS, StagedSegment
 from rose_engines.weights.stager import InThread, Stager
@@ -44,7 +44,7 @@ _LARGEST = 1 << 48
 
 @dataclass(frozen=True)
 class Change:
-    """Staged elements of one tensor.
+    """StagedScatter elements of one tensor.
 
     Attributes:
         where: places in the live tensor.

@@ -112,7 +112,7 @@ def create(
     doors: ConnectionLimiter | None = None,
     barrier: Barrier | None = None,
     *,
-    hosts: branches.Hosts | None = None,
+    hosts: branches.BranchingHosts | None = None,
     peers: Peers | None = None,
     session: aiohttp.ClientSession | None = None,
 ) -> web.Application:

@@ -138,7 +138,7 @@ class SandboxHosts:
         lateness: TurnLateness | None = None,
         prompt: int | None = None,
     ) -> StepOutcome | None:
-        """Tell the session's host a step, as ``turn_clock.Hosts`` says. Never raises."""
+        """Tell the session's host a step, as ``turn_clock.NotifiedHosts`` says. Never raises."""
         headers: dict[str, str] = {} if prompt is None else {_PROMPT: str(prompt)}
         if lateness is not None:
             seen = await self._ask_it(job, session, (), None)

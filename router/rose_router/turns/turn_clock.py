@@ -79,7 +79,7 @@ class StepOutcome(StrEnum):
     LATE = "late"
 
 
-class Hosts(Protocol):
+class NotifiedHosts(Protocol):
     """The sandbox hosts that a router knows."""
 
     def serves(self, job: str) -> bool:
@@ -249,7 +249,7 @@ class TurnClock:
 
     def __init__(
         self,
-        hosts: Hosts,
+        hosts: NotifiedHosts,
         expected: Callable[[Turn], float | None],
         clock: Callable[[], float],
         tracing: Tracing | None = None,

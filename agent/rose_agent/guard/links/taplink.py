@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rose_agent.tap import frames
-from rose_agent.tap.frames import Unwatch, Watch
+from rose_agent.tap.frames import TapWatch, Unwatch
 from rose_core.identity import PodUid
 from rose_core.telemetry.events import TapEvent
 
@@ -85,10 +85,10 @@ class TapLink:
     def __init__(self, path: Path, listener: Listener) -> None:
         self._path = path
         self._listener = listener
-        self._watches: dict[PodUid, Watch] = {}
+        self._watches: dict[PodUid, TapWatch] = {}
         self._session: _Session | None = None
 
-    def watch(self, wanted: dict[PodUid, Watch]) -> None:
+    def watch(self, wanted: dict[PodUid, TapWatch]) -> None:
         """Follow exactly these replicas."""
         if wanted == self._watches:
             return

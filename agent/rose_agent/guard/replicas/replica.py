@@ -17,7 +17,7 @@ from rose_agent.guard.replicas.outcomes import Outcomes
 from rose_agent.pods.model import ServingPod
 from rose_agent.signals import verify
 from rose_agent.signals.reader import Reader, Readers
-from rose_agent.tap.frames import Watch
+from rose_agent.tap.frames import TapWatch
 from rose_core.devices.memory import LEAST_ENGINE_BYTES
 from rose_core.guard.compute import ComputeWindow
 from rose_core.guard.following import LeaderLease
@@ -119,7 +119,7 @@ class GuardedReplica:
             self.reader.aim(pod, policy.engine)
         self.pod, self.policy = pod, policy
 
-    def watch(self, *, followed: bool) -> Watch:
+    def watch(self, *, followed: bool) -> TapWatch:
         """What the tap should follow: closely where lending may be paced by tokens.
 
         Args:
@@ -136,7 +136,7 @@ class GuardedReplica:
         shut_ns = max(self.prefill_shut_ns, self.closely_ns)
         if followed is not self.at_once:
             self.at_once, self.asked_ns = followed, now_ns
-        return Watch(
+        return TapWatch(
             *(pod.uid, pod.pid, pod.port),
             interfaces=pod.interfaces,
             closely=self.closely,

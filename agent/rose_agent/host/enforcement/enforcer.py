@@ -26,7 +26,7 @@ from pathlib import Path
 from rose_agent.errors import GroupError
 from rose_agent.host import metrics
 from rose_agent.host.enforcement.tree import (
-    Action,
+    EnforcementAction,
     EngineTree,
     RunConditions,
     TreeState,
@@ -208,12 +208,12 @@ class EnforcedEngine:
             metrics.STOP_SECONDS.observe(time.perf_counter() - self._ordered)
         self._tree = tree
 
-    def _act(self, group: ProcessGroup, action: Action) -> None:
-        if action is Action.FREEZE:
+    def _act(self, group: ProcessGroup, action: EnforcementAction) -> None:
+        if action is EnforcementAction.FREEZE:
             group.freeze()
-        elif action is Action.THAW:
+        elif action is EnforcementAction.THAW:
             group.thaw()
-        elif action is Action.KILL:
+        elif action is EnforcementAction.KILL:
             if not self._killing:  # ordered again every tick, one kill all the same
                 metrics.count_kill(HostReason.DID_NOT_STOP)
                 _log.error("%s: did not stand still in time, killing it", self.name)

@@ -35,7 +35,7 @@ class TreeState(StrEnum):
     STOPPED = "Stopped"
 
 
-class Action(StrEnum):
+class EnforcementAction(StrEnum):
     """What to do to the tree now."""
 
     NONE = "None"
@@ -109,7 +109,7 @@ def decide(
     patience: StandstillPatience,
     cpu_ns: int | None = None,
     activity: Activity = Activity.UNREPORTED,
-) -> tuple[EngineTree, Action]:
+) -> tuple[EngineTree, EnforcementAction]:
     """One step of the table.
 
     Args:
@@ -127,7 +127,9 @@ def decide(
     running = tree.state is TreeState.RUNNING
     if may_run:
         return (
-            (tree, Action.NONE) if running else (EngineTree(TreeState.RUNNING, now_ns), Action.THAW)
+            (tree, EnforcementAction.NONE)
+            if running
+            else (EngineTree(TreeState.RUNNING, now_ns), EnforcementAction.THAW)
         )
     if running or (tree.state is TreeState.STOPPED and not frozen):
         tree = EngineTree(TreeState.ASKED, now_ns)
@@ -135,17 +137,17 @@ def decide(
         return _ask(tree, next_step(activity, now_ns - tree.since_ns), now_ns)
     if tree.state is TreeState.STOPPING:
         if frozen:
-            return EngineTree(TreeState.STOPPED, now_ns), Action.NONE
+            return EngineTree(TreeState.STOPPED, now_ns), EnforcementAction.NONE
         if not is_late(tree, patience, now_ns):
-            return tree, Action.NONE
+            return tree, EnforcementAction.NONE
         kill = disobeys(patience, now_ns - tree.since_ns, tree.late_cpu_ns, cpu_ns)
         if tree.late_cpu_ns is None:
             tree = replace(tree, late_cpu_ns=cpu_ns)
-        return tree, Action.KILL if kill else Action.NONE
-    return tree, Action.NONE
+        return tree, EnforcementAction.KILL if kill else EnforcementAction.NONE
+    return tree, EnforcementAction.NONE
 
 
-def _ask(tree: EngineTree, step: FreezeStep, now_ns: int) -> tuple[EngineTree, Action]:
+def _ask(tree: EngineTree, step: FreezeStep, now_ns: int) -> tuple[EngineTree, EnforcementAction]:
     if step is FreezeStep.FREEZE:
-        return EngineTree(TreeState.STOPPING, now_ns), Action.FREEZE
-    return tree, Action.KILL if step is FreezeStep.END else Action.NONE
+        return EngineTree(TreeState.STOPPING, now_ns), EnforcementAction.FREEZE
+    return tree, EnforcementAction.KILL if step is FreezeStep.END else EnforcementAction.NONE

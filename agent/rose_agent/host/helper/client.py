@@ -29,10 +29,10 @@ import msgspec
 from rose_agent.errors import GroupError, HostError
 from rose_agent.host.helper.messages import (
     LARGEST,
-    Answer,
     Close,
     CloseKeys,
     Forget,
+    HelperReply,
     Move,
     OpenKeys,
     Quota,
@@ -79,7 +79,7 @@ class Helper:
             self.close()
             raise HostError(f"root helper: {self.ready.refusal}")
 
-    def ask(self, request: Request, log: int | None = None) -> tuple[Answer, int | None]:
+    def ask(self, request: Request, log: int | None = None) -> tuple[HelperReply, int | None]:
         """Have something done.
 
         Returns:
@@ -102,7 +102,7 @@ class Helper:
             raise GroupError(f"the root helper does not answer: {error.strerror}") from error
         if not data:
             raise GroupError("the root helper has ended")
-        answer = msgspec.msgpack.decode(data, type=Answer)
+        answer = msgspec.msgpack.decode(data, type=HelperReply)
         if answer.refusal:
             raise GroupError(answer.refusal)
         return answer, files[0] if files else None

@@ -110,7 +110,7 @@ class CloseKeys(msgspec.Struct, tag=True, frozen=True):
 Request = Take | Spawn | Steer | Quota | Reap | Close | Release | Forget | OpenKeys | CloseKeys
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class HelperReply(msgspec.Struct, frozen=True, omit_defaults=True):
     """What came of it.
 
     Attributes:

@@ -30,10 +30,10 @@ from pathlib import Path
 from rose_agent.errors import BadEngine, GroupError
 from rose_agent.host.helper.messages import (
     NAME,
-    Answer,
     Close,
     CloseKeys,
     Forget,
+    HelperReply,
     Move,
     OpenKeys,
     Quota,
@@ -103,7 +103,7 @@ class Rights:
     kv_folders: KvFolders = field(default_factory=KvFolders)
     _engines: dict[str, _Engine] = field(default_factory=dict)
 
-    def do(self, request: Request, log: int | None) -> tuple[Answer, int | None]:
+    def do(self, request: Request, log: int | None) -> tuple[HelperReply, int | None]:
         """Carry out one request.
 
         Returns:
@@ -124,7 +124,7 @@ class Rights:
             case Reap(name):
                 return self._reap(name), None
         self._act(request)
-        return Answer(), None
+        return HelperReply(), None
 
     def _act(self, request: Request) -> None:
         """Carry out one that is answered by nothing more than that it was."""
@@ -147,18 +147,18 @@ class Rights:
                 with contextlib.suppress(GroupError):
                     self._group(name).kill()
 
-    def _keys(self, request: OpenKeys | CloseKeys) -> Answer:
+    def _keys(self, request: OpenKeys | CloseKeys) -> HelperReply:
         """A slot's way into the folder of its lease, and its end."""
         if isinstance(request, CloseKeys):
             self.kv_folders.close(request.name)
-            return Answer()
+            return HelperReply()
         owner = KvOwner(request.lease, request.lease_uid)
         found = self.kv_folders.open(request.name, owner, request.wanted)
-        return Answer(folder=str(found.path))
+        return HelperReply(folder=str(found.path))
 
     # --- a user
 
-    def _take(self, name: str, made_by: str) -> Answer:
+    def _take(self, name: str, made_by: str) -> HelperReply:
         if kernel_caches.MADE_BY.fullmatch(made_by) is None:
             raise BadEngine(f"{made_by[:80]!r} does not say what makes kernels")
         known = self._engines.get(name)
@@ -174,7 +174,7 @@ class Rights:
             kernel_caches.prune(os.listdir(self.slots), root)  # noqa: PTH208  # an open folder
             kernel_caches.open_for(name, uid, root)
             known = self._engines[name] = _Engine(uid, home, root)
-        return Answer(uid=known.uid, home=known.home)
+        return HelperReply(uid=known.uid, home=known.home)
 
     def _kernels(self, made_by: str) -> Path:
         return kernel_caches.root_of(Path(f"/proc/self/fd/{self.slots}").readlink(), made_by)
@@ -206,7 +206,7 @@ class Rights:
 
     # --- a process
 
-    def _spawn(self, order: Spawn, log: int | None) -> tuple[Answer, int | None]:
+    def _spawn(self, order: Spawn, log: int | None) -> tuple[HelperReply, int | None]:
         engine = self._engine(order.name)
         if engine.pid:
             raise BadEngine(f"the engine {order.name} runs already")
@@ -219,7 +219,7 @@ class Rights:
         engine.pid = self._fork(order, engine.uid, self._cgroups(order.name), log)
         engine.leader = engine.pid
         path = kernel_path(engine.pid, self.freezer.driver) if self.freezer.base else ""
-        return Answer(pid=engine.pid, cgroup=path), os.pidfd_open(engine.pid)
+        return HelperReply(pid=engine.pid, cgroup=path), os.pidfd_open(engine.pid)
 
     def _cgroups(self, name: str) -> list[str]:
         """Make and limit them; the host may stop and continue what is in them."""
@@ -273,7 +273,7 @@ class Rights:
             engine.snapshots |= shared_memory(pid for pid in group.pids() if pid)
             group.kill()
 
-    def _reap(self, name: str) -> Answer:
+    def _reap(self, name: str) -> HelperReply:
         engine = self._engine(name)
         if not engine.pid:
             raise BadEngine(f"no engine {name} runs")
@@ -281,7 +281,7 @@ class Rights:
         if not pid:
             raise BadEngine(f"the engine {name} has not ended")
         engine.pid = 0
-        return Answer(code=os.waitstatus_to_exitcode(status))
+        return HelperReply(code=os.waitstatus_to_exitcode(status))
 
     def _close(self, name: str) -> None:
         engine = self._engines.get(name)

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from rose_agent.errors import BadEngine, GroupError, HostError
-from rose_agent.host.helper.messages import LARGEST, Answer, Ready, Request
+from rose_agent.host.helper.messages import LARGEST, HelperReply, Ready, Request
 from rose_agent.host.helper.rights import Rights
 from rose_agent.host.options.arguments import check_users, kv_folders_of, limiter_of, parser
 from rose_agent.host.processes.repair import leftovers
@@ -175,14 +175,14 @@ def serve_requests(host: socket.socket, rights: Rights) -> None:
             os.close(given)
 
 
-def _one(rights: Rights, data: bytes, log: int | None) -> tuple[Answer, int | None]:
+def _one(rights: Rights, data: bytes, log: int | None) -> tuple[HelperReply, int | None]:
     try:
         return rights.do(msgspec.msgpack.decode(data, type=Request), log)
     except (BadEngine, *UNREADABLE) as error:
         _log.warning("refused: %s", error)  # an honest host never asks for this
-        return Answer(refusal=str(error)), None
+        return HelperReply(refusal=str(error)), None
     except (HostError, OSError, ValueError) as error:
-        return Answer(refusal=str(error) or type(error).__name__), None
+        return HelperReply(refusal=str(error) or type(error).__name__), None
 
 
 if __name__ == "__main__":

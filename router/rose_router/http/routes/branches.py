@@ -49,7 +49,7 @@ _DIGESTS_PER_COPY = 16
 """Of messages and beginnings: as much work as a turn's copy, amply."""
 
 
-class Hosts(Protocol):
+class BranchingHosts(Protocol):
     """The sandbox hosts that a router knows."""
 
     def serves(self, job: str) -> bool:
@@ -102,7 +102,7 @@ class Branches:
 
     tree: MessageTree
     service: Service
-    hosts: Hosts | None = None
+    hosts: BranchingHosts | None = None
 
     def history(self, job: str, session: str, ids: Sequence[int]) -> bytes:
         """What is known of a session up to these tokens, for the record of its sandbox."""
@@ -200,7 +200,7 @@ class Branches:
                 self.service.settle(named(job, session), Home(*given.home))
         return len(turns)
 
-    def _named(self, request: web.Request) -> tuple[str, str, Hosts]:
+    def _named(self, request: web.Request) -> tuple[str, str, BranchingHosts]:
         job = _job(request)
         if self.hosts is None or not self.hosts.serves(job):
             of = f" of job {job}" if job else ""
