@@ -187,7 +187,7 @@ async def test_the_pool_says_what_its_next_request_is_promised() -> None:
     fits = await certified(holds=True)
     assert (fits["status"], fits["reason"]) == ("True", Reason.CERTIFICATE_HOLDS)
     assert "2 of 50 requests took longer than promised, 4 may" in fits["message"]
-    assert "made at most 9 of 1000 requests slow (95 %)" in fits["message"]
+    assert "requests slow in at most 9 of 1000 busy periods (95 %" in fits["message"]
 
 
 async def test_a_missed_objective_opens_the_pools_breaker() -> None:
