@@ -126,9 +126,9 @@ test-keda: keda  ## rewards of the chart, scaled from zero by KEDA itself
 test-gpu-node: cluster engine  ## the chart on a node with eight GPUs that are not there (make test runs what is not marked long)
 	$(CONTAINED) $(BIN)/pytest -v -n 0 tests/gpu_node $(ARGS)
 
-# Two workers more than CI has cores: many tests wait for processes, and with three this lane ended minutes after all others.
+# One worker more than CI has cores: many tests wait for processes. Two left half of both cores idle, and four tried two tests more again.
 unit: venv  ## what needs neither engine nor cluster
-	$(TIMED) $(CONTAINED) --limit 2700 $(BIN)/pytest -n 4 --dist loadfile -m "not engine and not cluster and not sandbox and not vllm and not long" $(AGAIN) $(ARGS)
+	$(TIMED) $(CONTAINED) --limit 2700 $(BIN)/pytest -n 3 --dist loadfile -m "not engine and not cluster and not sandbox and not vllm and not long" $(AGAIN) $(ARGS)
 
 check: venv  ## lint, types, layers, spelling, drift of generated files
 	$(BIN)/ruff check .
