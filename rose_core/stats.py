@@ -30,9 +30,8 @@ import msgspec
 
 Z95 = 1.959964
 _ADAPT = 0.2  # of what may miss, by which a miss cuts it: five in a row leave nothing
-_MOST_ALLOWED = (
-    5.0  # times what may miss: what long calm has saved is spent within 25 values' worth
-)
+# Times what may miss: what long calm has saved is spent within 25 values' worth.
+_MOST_ALLOWED = 5.0
 _BEYOND = 1.1  # times the largest value, for each miss after nothing is left
 _MOST_BEYOND = 100.0  # such misses: 13,780 times the largest, so that the figure stays one
 _STUDENT = (12.706, 4.303)  # 97.5 % quantiles with one and two degrees of freedom

@@ -106,20 +106,24 @@ async def test_arrivals_and_ends_are_told_at_once_and_tokens_wake_nobody(
         assert ended.tokens == TOKENS
 
 
+async def expect_first_token_with_the_heartbeat(wire: Wire, reported: list[TapEvent]) -> None:
+    wire.send(post())
+    arrived = await first_event(reported, Arrived)
+    wire.answer(HEAD)
+    await asyncio.sleep(_ROUND_SECONDS)
+    wire.answer(event(0))
+    await asyncio.sleep(_ROUND_SECONDS)
+    assert not any(isinstance(one, FirstToken) for one in reported)
+    first = next(one for one in wire.tap.replica.beat() if isinstance(one, FirstToken))
+    assert isinstance(arrived, Arrived)
+    assert first.time_ns > arrived.time_ns, "stamped by the kernel as it passed"
+
+
 async def test_a_first_token_that_nobody_waits_for_comes_with_the_heartbeat(
     inside: Namespace,
 ) -> None:
     async with listening(inside, closely=False) as (wire, reported):
-        wire.send(post())
-        arrived = await first_event(reported, Arrived)
-        wire.answer(HEAD)
-        await asyncio.sleep(_ROUND_SECONDS)
-        wire.answer(event(0))
-        await asyncio.sleep(_ROUND_SECONDS)
-        assert not any(isinstance(one, FirstToken) for one in reported)
-        first = next(one for one in wire.tap.replica.beat() if isinstance(one, FirstToken))
-        assert isinstance(arrived, Arrived)
-        assert first.time_ns > arrived.time_ns, "stamped by the kernel as it passed"
+        await expect_first_token_with_the_heartbeat(wire, reported)
 
 
 async def test_watched_closely_the_first_token_is_told_at_once_and_others_with_the_heartbeat(
@@ -181,16 +185,7 @@ async def test_where_no_gate_is_shut_for_one_a_first_token_waits_though_watched_
         replica = wire.tap.replica
         replica.watch = msgspec.structs.replace(replica.watch, firsts=False)
         replica.beat()
-        wire.send(post())
-        arrived = await first_event(reported, Arrived)
-        wire.answer(HEAD)
-        await asyncio.sleep(_ROUND_SECONDS)
-        wire.answer(event(0))
-        await asyncio.sleep(_ROUND_SECONDS)
-        assert not any(isinstance(one, FirstToken) for one in reported)
-        first = next(one for one in replica.beat() if isinstance(one, FirstToken))
-        assert isinstance(arrived, Arrived)
-        assert first.time_ns > arrived.time_ns, "stamped by the kernel as it passed"
+        await expect_first_token_with_the_heartbeat(wire, reported)
 
 
 async def test_beside_several_streams_that_are_watched_closely_only_requests_wake_the_tap(
