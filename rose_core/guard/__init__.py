@@ -13,8 +13,8 @@
 - ``slot``: one slot's whole life on its node: ``decide(state, snapshot, now)``.
 - ``grants``: which grants are alive, by leader term and the node's own clock.
 - ``whole``: a replica that is drained and sleeps while its GPUs are lent whole.
-- ``crossover``: harm measured by alternating lent and withheld windows, and by un-lent replicas.
-- ``trial``: what lending has added over withheld windows, as a confidence sequence.
+- ``crossover``: harm measured by cycles that a coin lends or withholds, and by un-lent replicas.
+- ``trial``: what lending has added over withheld cycles, as a confidence sequence.
 - ``experience``: what finished requests teach, for the guard and the simulator alike.
 - ``budget``: how fast the error budget burns, and the breaker.
 

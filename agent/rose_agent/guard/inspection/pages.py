@@ -1,6 +1,6 @@
 """Pages that show what the guard knows: ``/trace`` (flight recorder) and ``/report`` (harm, state).
 
-``/report`` gives, per replica, TTFT and TPOT in lent and withheld windows as the tap measured
+``/report`` gives, per replica, TTFT and TPOT in lent and withheld cycles as the tap measured
 them, with ratio and interval above the sample floor, and its GPUs with the sum of their memory; per
 slot the gate and the totals.
 
@@ -136,7 +136,7 @@ def _devices(replica: GuardedReplica) -> dict[str, Any]:
 
 
 def _harm(meter: Meter, unlent: Meter) -> dict[str, Any]:
-    """Latencies by window, and their ratios to withheld windows and to un-lent replicas."""
+    """Latencies by kind of cycle, and their ratios to withheld cycles and un-lent replicas."""
     lent, withheld = meter.samples(withheld=False), meter.samples(withheld=True)
     return {
         "ttftSeconds": {"lent": lent[0], "withheld": withheld[0]},
